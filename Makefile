@@ -1,0 +1,54 @@
+# Everything is installed into .venv; all that must be there is Python 3.11 or newer.
+#   make quickstart               install, then the CPU demo
+#   make test | make lint         what CI runs
+#   make bench-NAME               benchmarks/NAME.py
+#   make bench-peer-NAME          benchmarks/peers/NAME.py, after installing benchmarks/peers/requirements.txt
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+# A new directory for each run: nothing is overwritten, and the command works as often as it is given.
+NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
+# Further settings or options, as in: make quickstart ARGS="seed=1 max_staleness=0"
+ARGS ?=
+
+.PHONY: quickstart test lint format
+.DELETE_ON_ERROR:
+
+quickstart: $(VENV)/.installed
+	@$(BIN)/asyncrl run experiment=quickstart name=$(NAME) $(ARGS)
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
+
+lint: $(VENV)/.installed-lint
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright --warnings
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.installed-lint
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench-peer-%: $(VENV)/.installed
+	@$(INSTALL) --requirement benchmarks/peers/requirements.txt
+	@$(BIN)/python -m benchmarks.peers.$* $(ARGS)
+
+bench-%: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.$* $(ARGS)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing torch: the largest part, minutes unless pip has it in its cache"
+	@$(INSTALL) torch
+	@echo "installing asyncrl and the rest"
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	@echo "installing what 'make $*' needs"
+	@$(INSTALL) --editable '.[$*]'
+	@touch $@

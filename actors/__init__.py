@@ -1,0 +1,1 @@
+"""Actors: plain classes with async methods. Ray appears only in `actors.spawn`."""

@@ -1,0 +1,173 @@
+"""The trajectory buffer as an actor: the store behind awaitable methods, the only place where anyone waits."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.buffer.recovery import Sample
+from asyncrl.buffer.store import TrajectoryBuffer
+from asyncrl.config import Run
+from asyncrl.errors import StallError
+from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Slot, Ticket
+
+T = TypeVar("T")
+BYTES_PER_TOKEN = 12
+"""Token id, log-probability and version."""
+OVERHEAD_BYTES = 2048
+"""Names, times and the prompt of a small task; larger samples are seen and remembered."""
+
+
+class _Batch:
+    """Samples of several callers that share one write and, at durability `disk`, one sync."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.receipts: list[Receipt] = []
+        self.error: OSError | None = None
+
+
+class BufferActor:
+    """Every wait has a deadline and says what it waited for. `append` may be retried freely; it is idempotent."""
+
+    def __init__(
+        self, run: Run, directory: Path, restore_step: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`restore_step`: optimizer steps in the checkpoint that is resumed from; None begins in an empty directory."""
+        self._store = TrajectoryBuffer(
+            directory,
+            run.name,
+            run.buffer,
+            group_size=run.rollout.group_size,
+            groups_per_step=run.flow.groups_per_step,
+            max_staleness=run.max_staleness,
+            group_timeout_s=run.flow.group_timeout_s,
+            restore_step=restore_step,
+            sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
+        )
+        self._groups_per_step = run.flow.groups_per_step
+        self._clock = clock
+        self._changed = asyncio.Condition()
+        self._batch = _Batch()
+
+    # -- producers -----------------------------------------------------------------------------------------------
+
+    async def admit(self, timeout_s: float) -> list[Ticket]:
+        """A ticket for every group that may be generated now: at least one, or none if `timeout_s` has passed."""
+
+        def ready() -> list[Ticket] | None:
+            tickets: list[Ticket] = []
+            while isinstance(ticket := self._store.admit(self._clock()), Ticket):
+                tickets.append(ticket)
+            return tickets or None
+
+        return await self._until(ready, timeout_s) or []
+
+    async def append(self, payloads: list[bytes]) -> list[Receipt]:
+        """Store trajectories; they are durable at the configured level when this returns."""
+        samples = self._store.check(payloads)
+        batch = self._batch
+        start = len(batch.samples)
+        batch.samples += samples
+        await asyncio.sleep(0)  # calls that queued up behind the last write join this one
+        async with self._changed:
+            if batch is self._batch:
+                self._write()
+                self._changed.notify_all()
+        if batch.error:
+            raise batch.error
+        return batch.receipts[start : start + len(samples)]
+
+    async def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
+        """End a slot, and with it its group, for `reason`; `tokens` sampled for it count as waste."""
+        return await self._change(lambda: self._store.fail(slot, reason, tokens))
+
+    async def replaying(self) -> bool:
+        """Whether a resumed run still repeats recorded deliveries; until it has, no ticket is given."""
+        return self._store.replaying
+
+    async def reissue(self) -> list[Ticket]:
+        """Tickets for what was in flight when the last run was killed; call it once the replay is over."""
+        return await self._change(lambda: self._store.reissue(self._clock()))
+
+    # -- the trainer ---------------------------------------------------------------------------------------------
+
+    async def take(self, min_groups: int, max_groups: int, timeout_s: float) -> Delivery:
+        """Complete groups for the present step; in a replay, the recorded delivery at once."""
+        delivery = await self._until(lambda: self._store.take(max_groups, min_groups), timeout_s)
+        if delivery is None:
+            raise StallError(f"nothing to train on within {timeout_s:g} s: {self._situation()}")
+        return delivery
+
+    async def read(self, delivery: Delivery) -> list[bytes]:
+        """The payloads of a delivery, by group and sample."""
+        return self._store.read(delivery)
+
+    async def commit(self, step: int) -> None:
+        await self._change(lambda: self._store.commit(step))
+
+    async def advance(self, version: int) -> None:
+        await self._change(lambda: self._store.advance(version))
+
+    async def checkpointed(self, step: int) -> None:
+        self._store.checkpointed(step)
+
+    async def prune(self) -> list[str]:
+        return self._store.prune()
+
+    # -- the books -----------------------------------------------------------------------------------------------
+
+    async def ledger(self) -> Ledger:
+        return self._store.ledger()
+
+    async def waste(self) -> dict[str, int]:
+        return self._store.waste()
+
+    async def status(self) -> BufferStatus:
+        return self._store.status()
+
+    async def close(self) -> None:
+        self._store.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        batch, self._batch = self._batch, _Batch()
+        try:
+            batch.receipts = self._store.append_checked(batch.samples)
+        except OSError as error:  # each caller of the batch is told
+            batch.error = error
+
+    async def _change(self, call: Callable[[], T]) -> T:
+        async with self._changed:
+            result = call()
+            self._changed.notify_all()
+        return result
+
+    async def _until(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
+        """The first answer of `ready`, asked again after every change and at every group deadline."""
+        end = time.monotonic() + timeout_s
+        async with self._changed:
+            while True:
+                if self._store.expire(self._clock()):
+                    self._changed.notify_all()
+                if (answer := ready()) is not None or (left := end - time.monotonic()) <= 0:
+                    return answer
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, max(0.0, self._store.next_deadline - self._clock()))):
+                        await self._changed.wait()
+
+    def _situation(self) -> str:
+        status = self._store.status()
+        parts = [
+            f"step {status.step} has {status.taken} of {self._groups_per_step} groups",
+            f"{status.complete} more are complete and {status.incomplete} are being generated",
+        ]
+        if status.oldest_group is not None:
+            missing = ", ".join(map(str, status.missing))
+            parts.append(f"the oldest is group {status.oldest_group}, which lacks samples {missing}")
+        if status.refusal:
+            parts.append(f"no new group is admitted ({status.refusal})")
+        return "; ".join(parts)

@@ -1,0 +1,23 @@
+"""The judge of finished answers."""
+
+from collections.abc import Sequence
+
+from asyncrl.config import Reward
+from asyncrl.rewards.base import RewardInput, RewardResult
+from asyncrl.rewards.pool import RewardPool
+
+
+class RewardActor:
+    """Scores answers with the user's function, in killable processes of its own."""
+
+    def __init__(self, settings: Reward) -> None:
+        self._pool = RewardPool(settings)
+
+    async def start(self) -> None:
+        await self._pool.start()
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+        return await self._pool.score(inputs)
+
+    async def close(self) -> None:
+        await self._pool.close()

@@ -1,0 +1,106 @@
+"""The trainer actor: deliveries in, policy versions out."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from actors.buffer import BufferActor
+from asyncrl.config import Run
+from asyncrl.data.arrow import decode
+from asyncrl.training import checkpoint
+from asyncrl.training.learner import Learner
+from asyncrl.training.report import StepReport
+from asyncrl.types import Delivery, Group, Trajectory, WeightManifest
+from asyncrl.weights.shared_memory import SharedMemoryWriter
+
+
+class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
+    """What one forward and backward worked on, for metrics."""
+
+    started: float
+    seconds: float
+    rewards: tuple[float, ...]
+    staleness: tuple[int, ...]
+    """Age of each sample's oldest token, in versions."""
+    lengths: tuple[int, ...]
+    """Sampled tokens of each sample."""
+    first_wave_finished: float
+    """Latest finish time among the samples of the first step's admissions; 0 when there are none."""
+
+
+class TrainerActor:
+    """Owns the learner. Fetches payloads from the buffer itself, so that no trajectory passes through the driver."""
+
+    def __init__(self, run: Run, model_path: Path, checkpoints: Path, buffer: BufferActor) -> None:
+        torch.set_num_threads(run.trainer.threads)
+        self._run = run
+        self._model_path = model_path
+        self._checkpoints = checkpoints
+        self._buffer = buffer
+        self._learner = Learner(
+            model_path, run.trainer, run.algorithm, run.correction, temperature=run.rollout.temperature
+        )
+        self._writer = SharedMemoryWriter(self._learner.tensors, prefix=run.name)
+        self._consumed: list[int] = []
+        self._samples_trained = 0
+
+    async def restore(self, path: Path) -> int:
+        """Continue from a checkpoint; returns the number of optimizer steps it holds."""
+        manifest = checkpoint.restore(self._learner, path)
+        self._consumed = [group for first, last in manifest.consumed for group in range(first, last + 1)]
+        self._samples_trained = manifest.samples_trained
+        return manifest.step
+
+    async def accumulate(self, delivery: Delivery) -> Accumulated:
+        groups = _groups(await self._buffer.read(delivery))
+        started, begun = time.time(), time.perf_counter()
+        await asyncio.sleep(0)
+        self._learner.accumulate(groups)
+        self._consumed.extend(delivery.groups)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        return Accumulated(
+            started=started,
+            seconds=time.perf_counter() - begun,
+            rewards=tuple(t.reward for t in trajectories),
+            staleness=tuple(max(0, self._learner.version - t.oldest_version) for t in trajectories),
+            lengths=tuple(t.sampled_tokens for t in trajectories),
+            first_wave_finished=self._first_wave_finished(trajectories),
+        )
+
+    def _first_wave_finished(self, trajectories: list[Trajectory]) -> float:
+        wave = (t.finished for t in trajectories if t.slot.group < self._run.flow.groups_per_step)
+        return max(wave, default=0.0)
+
+    async def step(self) -> StepReport:
+        report = self._learner.step()
+        self._samples_trained += report.samples
+        return report
+
+    async def export_weights(self) -> WeightManifest:
+        """Put the current weights where engines can read them."""
+        return self._writer.publish(self._learner.version)
+
+    async def save(self) -> Path:
+        manifest = checkpoint.TrainingManifest(
+            step=self._learner.version,
+            samples_trained=self._samples_trained,
+            consumed=checkpoint.ranges(self._consumed),
+        )
+        return checkpoint.save(
+            self._learner, self._checkpoints, manifest, model_path=self._model_path, keep=self._run.checkpoint.keep
+        )
+
+    async def close(self) -> None:
+        self._writer.close()
+
+
+def _groups(payloads: list[bytes]) -> list[Group]:
+    """Payloads come in group and sample order."""
+    members: dict[int, list[Trajectory]] = {}
+    for payload in payloads:
+        trajectory = decode(payload)
+        members.setdefault(trajectory.slot.group, []).append(trajectory)
+    return [Group(id=group, trajectories=tuple(found)) for group, found in members.items()]

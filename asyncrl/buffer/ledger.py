@@ -1,0 +1,300 @@
+"""The book of a run: who may generate, what may be trained on, and where every slot is. Pure: no files, no clock.
+
+Vocabulary. P groups make a step. `step` is the one being assembled; it trains on the weights of version `step`.
+`version <= step` is what engines serve. `taken` groups of the step are delivered. A group admitted at version v
+*expires* at step v + K, where K is the staleness bound: it must be trained at that step or before.
+
+Staleness, by slots and expiry. Let places(d) = (d - step + 1) * P - taken, the deliveries that are still possible up
+to step d, and due(d) the waiting groups that expire at d or before. The invariant is
+
+    due(d) <= places(d)    for every d >= step                                                              (I)
+
+- Admission adds a group of the latest expiry e = version + K, so only d >= e changes, and there due(d) is the number
+  of all waiting groups. It is granted iff waiting + 1 <= places(e), which keeps (I).
+- Delivery of a group of expiry e takes one from places(d) everywhere, and one from due(d) for d >= e. It is granted
+  iff due(d) <= places(d) - 1 for each d in [step, e - 1], which keeps (I).
+- Commit happens at taken = P: step + 1 with taken = 0 leaves places(d) as it was. Drops only lower due(d).
+
+At the end of step s, places(s) = 0, hence due(s) = 0: every group that expires at s has been trained or dropped. So
+no group is trained after its expiry; no token of it is older than v; staleness never exceeds K. With K = 0 a group is
+admitted only for the step of its own version: synchronous. Inside these limits groups are delivered in any order, so
+a straggler is passed as long as everybody can still be trained in time, and holds a place only in its last step,
+until it completes or its deadline drops it. There is no deadlock: while version = step, either P - taken groups wait,
+or one more is admitted.
+"""
+
+from collections import Counter
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from asyncrl.buffer.records import (
+    Admitted,
+    Advanced,
+    Begun,
+    Committed,
+    Delivered,
+    Dropped,
+    Event,
+    Late,
+    Renewed,
+    Stored,
+)
+from asyncrl.types import Ledger, Slot
+
+INCOMPLETE = "group_incomplete"
+NEVER = float("inf")
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """The constants of the arithmetic."""
+
+    group_size: int
+    groups_per_step: int
+    max_staleness: int
+    group_timeout_s: float
+    max_bytes: int
+    sample_bytes: int
+    """First guess of the size of a sample; the largest seen replaces it when it is larger."""
+
+    @property
+    def begun(self) -> Begun:
+        return Begun(self.group_size, self.groups_per_step, self.max_staleness)
+
+
+class Lease(msgspec.Struct):
+    """A group between admission and its end."""
+
+    version: int
+    deadline: float
+    sample_bytes: int
+    samples: dict[int, Stored] = msgspec.field(default_factory=dict[int, Stored])
+
+
+class Refusal(NamedTuple):
+    """Why no group is admitted now."""
+
+    reason: str
+    lacking: int = 0
+    """Bytes that a group needs, where memory is the reason."""
+
+
+class Choice(NamedTuple):
+    """What a take would do: drop these for age, deliver those."""
+
+    stale: tuple[int, ...]
+    groups: tuple[int, ...]
+    reserved: bool
+    """Further complete groups must wait, because the places left belong to groups that expire before them."""
+
+
+class Book:
+    """State and decisions. A decision never changes the state; `apply` does, and nothing else does."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.step = 0
+        self.version = 0
+        self.next_group = 0
+        self.bytes = 0
+        """Held by stored samples and set aside for missing ones, of all groups not yet consumed."""
+        self.waste: Counter[str] = Counter()
+        self.waiting: dict[int, Lease] = {}
+        """Groups not yet delivered, in order of admission."""
+        self.num_complete = 0
+        """How many of them have all their samples."""
+        self.delivered: dict[int, Lease] = {}
+        """Groups of the present step that the trainer holds."""
+        self._dropped: dict[int, Dropped] = {}
+        self._late: set[Slot] = set()
+        self._due: Counter[int] = Counter()
+        self._sample_bytes = terms.sample_bytes
+        self._in_flight = self._buffered = self._consumed = 0
+        self._drops: Counter[str] = Counter()
+
+    # -- views ---------------------------------------------------------------------------------------------------
+
+    def counts(self) -> Ledger:
+        return Ledger(
+            leased=self.next_group * self.terms.group_size,
+            in_flight=self._in_flight,
+            buffered=self._buffered,
+            consumed=self._consumed,
+            dropped=dict(self._drops),
+        )
+
+    def places(self, step: int) -> int:
+        """Deliveries still possible up to and including `step`."""
+        return (step - self.step + 1) * self.terms.groups_per_step - len(self.delivered)
+
+    def missing(self, group: int) -> tuple[int, ...]:
+        return tuple(i for i in range(self.terms.group_size) if i not in self.waiting[group].samples)
+
+    def complete(self, group: int) -> bool:
+        return len(self.waiting[group].samples) == self.terms.group_size
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being generated, and what is here does not make a step."""
+        return not self._in_flight and len(self.waiting) + len(self.delivered) < self.terms.groups_per_step
+
+    @property
+    def feasible(self) -> bool:
+        """Invariant (I)."""
+        due = 0
+        for expiry in sorted(self._due):
+            due += self._due[expiry]
+            if due > self.places(expiry):
+                return False
+        return True
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def admission(self, now: float) -> Admitted | Refusal:
+        places = self.places(self.version + self.terms.max_staleness)
+        if len(self.waiting) >= places:
+            unpublished = f", version {self.step} is not published" if self.version < self.step else ""
+            return Refusal(f"staleness: {len(self.waiting)} groups wait to be trained{unpublished}")
+        need, limit = self.terms.group_size * self._sample_bytes, self.terms.max_bytes
+        if self.bytes + need > limit:
+            return Refusal(f"memory: {self.bytes} of {limit} bytes are held or promised, a group needs {need}", need)
+        return Admitted(self.next_group, self.version, now + self.terms.group_timeout_s, self._sample_bytes)
+
+    def status(self, slot: Slot) -> Literal["stored", "duplicate", "dropped"]:
+        """What an append to `slot` would be answered."""
+        if not (0 <= slot.group < self.next_group and 0 <= slot.sample < self.terms.group_size):
+            raise ValueError(f"slot {slot} was never leased: {self.next_group} groups of {self.terms.group_size} were")
+        if slot.group in self._dropped:
+            return "dropped"
+        lease = self.waiting.get(slot.group)
+        return "duplicate" if lease is None or slot.sample in lease.samples else "stored"
+
+    def late(self, slot: Slot, tokens: int) -> Late | None:
+        """The record of a sample that came after its group's end, once."""
+        return None if slot in self._late else Late(slot.group, slot.sample, tokens)
+
+    def overdue(self, now: float) -> list[Dropped]:
+        return [
+            Dropped(group, "timeout")
+            for group, lease in self.waiting.items()
+            if lease.deadline <= now and not self.complete(group)
+        ]
+
+    @property
+    def next_deadline(self) -> float:
+        return min((lease.deadline for g, lease in self.waiting.items() if not self.complete(g)), default=NEVER)
+
+    def choice(self, limit: int) -> Choice:
+        """The oldest complete groups, at most `limit`, that leave everybody else trainable in time."""
+        stale: list[int] = []
+        chosen: list[int] = []
+        due = self._due.copy()
+        for group, lease in self.waiting.items():
+            if len(chosen) >= min(limit, self.places(self.step)):
+                break
+            if not self.complete(group):
+                continue
+            expiry = lease.version + self.terms.max_staleness
+            if self.step - min(sample.oldest for sample in lease.samples.values()) > self.terms.max_staleness:
+                stale.append(group)
+            elif self._can_pass(due, expiry, len(chosen)):
+                chosen.append(group)
+            else:  # expiries never fall along the order of admission: if this group must wait, so must all after it
+                return Choice(tuple(stale), tuple(chosen), reserved=True)
+            due[expiry] -= 1
+        return Choice(tuple(stale), tuple(chosen), reserved=False)
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        match event:
+            case Begun():
+                pass
+            case Admitted():
+                self._admit(event)
+            case Renewed(group, deadline):
+                self.waiting[group].deadline = deadline
+            case Stored():
+                self._store(event)
+            case Dropped():
+                self._drop(event)
+            case Late(group, sample, tokens):
+                self._late.add(Slot(group, sample))
+                self.waste[self._reason(group, sample)] += tokens
+            case Delivered(groups=groups):
+                self._deliver(groups)
+            case Committed(step):
+                self._commit(step)
+            case Advanced(version):
+                self.version = version
+
+    def _admit(self, event: Admitted) -> None:
+        self.waiting[event.group] = Lease(event.version, event.deadline, event.sample_bytes)
+        self._due[event.version + self.terms.max_staleness] += 1
+        self.next_group = event.group + 1
+        self._in_flight += self.terms.group_size
+        self.bytes += self.terms.group_size * event.sample_bytes
+
+    def _store(self, event: Stored) -> None:
+        lease = self.waiting[event.group]
+        lease.samples[event.sample] = event
+        self.bytes += event.bytes - lease.sample_bytes
+        self._sample_bytes = max(self._sample_bytes, event.bytes)
+        self.num_complete += self.complete(event.group)
+        self._in_flight -= 1
+        self._buffered += 1
+
+    def _drop(self, event: Dropped) -> None:
+        lease = self._end_wait(event.group)
+        self.bytes -= self._held(lease)
+        self._in_flight -= self.terms.group_size - len(lease.samples)
+        self._buffered -= len(lease.samples)
+        self._dropped[event.group] = event
+        for sample in range(self.terms.group_size):
+            self._drops[self._reason(event.group, sample)] += 1
+        for sample, stored in lease.samples.items():
+            self.waste[self._reason(event.group, sample)] += stored.tokens
+        if event.sample >= 0:
+            self.waste[event.reason] += event.tokens
+            self._late.add(Slot(event.group, event.sample))
+
+    def _deliver(self, groups: tuple[int, ...]) -> None:
+        for group in groups:
+            self.delivered[group] = lease = self._end_wait(group)
+            # A pruned segment leaves a consumed group without its samples when the journal is folded again.
+            pruned = self.terms.group_size - len(lease.samples)
+            self._in_flight -= pruned
+            self._buffered += pruned
+
+    def _commit(self, step: int) -> None:
+        self.bytes -= sum(self._held(lease) for lease in self.delivered.values())
+        self._buffered -= len(self.delivered) * self.terms.group_size
+        self._consumed += len(self.delivered) * self.terms.group_size
+        self.delivered = {}
+        self.step = step + 1
+
+    def _end_wait(self, group: int) -> Lease:
+        self.num_complete -= self.complete(group)
+        lease = self.waiting.pop(group)
+        expiry = lease.version + self.terms.max_staleness
+        self._due[expiry] -= 1
+        if not self._due[expiry]:
+            del self._due[expiry]
+        return lease
+
+    def _can_pass(self, due: Counter[int], expiry: int, chosen: int) -> bool:
+        """Whether delivering a group of `expiry`, after `chosen` others, leaves (I) true."""
+        waiting = 0
+        for d in sorted(e for e in due if e < expiry):
+            waiting += due[d]
+            if waiting > self.places(d) - chosen - 1:
+                return False
+        return True
+
+    def _held(self, lease: Lease) -> int:
+        missing = self.terms.group_size - len(lease.samples)
+        return sum(stored.bytes for stored in lease.samples.values()) + missing * lease.sample_bytes
+
+    def _reason(self, group: int, sample: int) -> str:
+        end = self._dropped[group]
+        return end.reason if end.sample in (-1, sample) else INCOMPLETE

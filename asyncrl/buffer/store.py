@@ -1,0 +1,293 @@
+"""The trajectory buffer: a book of what is where, a journal of its decisions, and a log of trajectories.
+
+Guarantees, by durability level (`memory`: nothing survives; `process`: kill -9; `disk`: power loss; the loss of a node
+only if the directory is on shared storage):
+
+- an acknowledged trajectory is never lost, and a slot is filled at most once, whoever retries;
+- a group is delivered whole, or its end is recorded with a reason;
+- nothing older than the staleness bound is delivered (see `ledger`), and memory is bounded in bytes;
+- leased = in flight + buffered + consumed + dropped, at every moment;
+- a resumed run is handed exactly what was delivered after its checkpoint, in the same order and grouping.
+
+Everything is written before it is acted on, and recovery folds what was written through the same `Book`, so there is
+one code path. Synchronous and single-threaded; waiting and the clock belong to `actors.buffer`.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from asyncrl.buffer import payloads
+from asyncrl.buffer.cursors import Cursors
+from asyncrl.buffer.journal import Journal
+from asyncrl.buffer.ledger import NEVER, Book, Refusal, Terms
+from asyncrl.buffer.log import lock_directory
+from asyncrl.buffer.payloads import Payloads
+from asyncrl.buffer.records import Admitted, Committed, Delivered, Dropped, Renewed
+from asyncrl.buffer.recovery import Sample, check, read_history
+from asyncrl.buffer.timeline import Timeline
+from asyncrl.config import Buffer
+from asyncrl.errors import ConfigError
+from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Slot, Ticket
+
+TRAINER = "trainer"
+SAMPLE_BYTES = 1 << 16
+
+
+class TrajectoryBuffer:
+    """See the module. While a resumed run repeats recorded steps (`replaying`), only take, read, commit and advance
+    are served; nothing is written, so that it can be killed and resumed again."""
+
+    def __init__(
+        self,
+        directory: Path,
+        run_id: str,
+        settings: Buffer,
+        *,
+        group_size: int,
+        groups_per_step: int,
+        max_staleness: int,
+        group_timeout_s: float,
+        restore_step: int | None = None,
+        sample_bytes: int = SAMPLE_BYTES,
+    ) -> None:
+        """`restore_step` is the number of optimizer steps in the checkpoint that the run resumes from; engines are
+        expected to start with that version. `sample_bytes` is the credit of a sample before larger ones were seen."""
+        self._terms = Terms(
+            group_size=group_size,
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            group_timeout_s=group_timeout_s,
+            max_bytes=settings.max_bytes,
+            sample_bytes=sample_bytes,
+        )
+        self._directory = directory
+        home = None if settings.durability == "memory" else directory
+        self._lock = lock_directory(home) if home else None
+        self._log = payloads.open_log(home, run_id, settings) if home else None
+        self._journal = Journal(home, run_id=run_id, sync=settings.durability == "disk")
+        self._payloads = Payloads(self._log)
+        self._book = Book(self._terms)
+        self._timeline = Timeline(self._book, self._journal, self._payloads)
+        with ExitStack() as undo:
+            undo.callback(self._unlock)
+            self._restore(restore_step)
+            undo.pop_all()
+
+    # -- producers -----------------------------------------------------------------------------------------------
+
+    def admit(self, now: float) -> Ticket | Refusal:
+        """Lease the slots of a new group, or say what it has to wait for."""
+        decision = self._admission(now)
+        if isinstance(decision, Refusal):
+            if decision.lacking and self._book.idle:
+                raise ConfigError(
+                    f"buffer.max_bytes={self._terms.max_bytes} cannot hold one step of {self._terms.groups_per_step} "
+                    f"groups of {decision.lacking} bytes: set it to {self._terms.groups_per_step * decision.lacking}"
+                )
+            return decision
+        self._timeline.record(decision)
+        return self._ticket(decision.group)
+
+    def append(self, payload: bytes) -> Receipt:
+        return self.append_many([payload])[0]
+
+    def append_many(self, batch: Sequence[bytes]) -> list[Receipt]:
+        """Store trajectories with one write; a slot that is already filled, or whose group has ended, is not."""
+        return self.append_checked(self.check(batch))
+
+    def check(self, batch: Sequence[bytes]) -> list[Sample]:
+        """Decode payloads and see that their slots were leased, or raise ValueError; stores nothing."""
+        self._require_live("append")
+        samples = [check(payload) for payload in batch]
+        for sample in samples:
+            self._book.status(sample.slot)
+        return samples
+
+    def append_checked(self, samples: Sequence[Sample]) -> list[Receipt]:
+        receipts: list[Receipt] = []
+        fresh: dict[Slot, Sample] = {}
+        for sample in samples:
+            status = self._book.status(sample.slot)
+            receipts.append(Receipt(sample.slot, "duplicate" if sample.slot in fresh else status))
+            if status == "stored":
+                fresh.setdefault(sample.slot, sample)
+            elif status == "dropped":
+                self._waste(sample.slot, sample.tokens)
+        if fresh:
+            self._payloads.put([(sample.slot, sample.payload) for sample in fresh.values()])
+        for sample in fresh.values():
+            self._book.apply(sample.stored(self._book.waiting[sample.slot.group].version))
+        return receipts
+
+    def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
+        """End a slot without a trajectory, and with it its group: siblings alone cannot be trained on."""
+        self._require_live("fail")
+        status = self._book.status(slot)
+        if status == "stored":
+            self._timeline.record(Dropped(slot.group, reason, slot.sample, tokens))
+        elif status == "dropped":
+            self._waste(slot, tokens)
+        return Receipt(slot, "duplicate" if status == "duplicate" else "dropped")
+
+    def expire(self, now: float) -> tuple[int, ...]:
+        """Drop the incomplete groups that are past their deadline."""
+        if self.replaying or self._timeline.orphaned:
+            return ()  # deadlines of the run before; `reissue` gives new ones
+        overdue = self._book.overdue(now)
+        self._timeline.record(*overdue)
+        return tuple(drop.group for drop in overdue)
+
+    def reissue(self, now: float) -> list[Ticket]:
+        """Lease again whatever is missing, with new deadlines: what was in flight when the last run was killed."""
+        self._require_live("reissue")
+        groups = [group for group in self._book.waiting if not self._book.complete(group)]
+        self._timeline.record(*(Renewed(group, now + self._terms.group_timeout_s) for group in groups))
+        self._timeline.orphaned = False
+        return [self._ticket(group) for group in groups]
+
+    # -- the trainer ---------------------------------------------------------------------------------------------
+
+    def take(self, max_groups: int, min_groups: int = 1) -> Delivery | None:
+        """Complete groups for the present step, or None.
+
+        At least `min_groups`, unless the step lacks fewer or its other places are reserved for stragglers in their
+        last step. In a replay it is the next recorded delivery, whatever its size.
+        """
+        step = self._book.step
+        if not (places := self._book.places(step)):
+            raise ValueError(f"step {step} has all its groups; commit it before taking more")
+        if event := self._timeline.repeat(Delivered):
+            return Delivery(step=event.step, groups=event.groups, replayed=True)
+        enough = min(min_groups, max_groups, places)
+        if self._book.num_complete < enough:
+            return None
+        choice = self._book.choice(max_groups)
+        self._timeline.record(*(Dropped(group, "stale") for group in choice.stale))
+        if len(choice.groups) < (1 if choice.reserved else enough):
+            return None
+        self._timeline.record(Delivered(step, choice.groups))
+        return Delivery(step=step, groups=choice.groups)
+
+    def read(self, delivery: Delivery) -> list[bytes]:
+        """The payloads of a delivery that is not yet committed, by group and sample."""
+        samples = range(self._terms.group_size)
+        return [self._payloads.get(Slot(group, sample)) for group in delivery.groups for sample in samples]
+
+    def commit(self, step: int) -> None:
+        """The optimizer has taken `step`: its groups are consumed. Repeating it is harmless."""
+        if step < self._book.step:
+            return
+        if step > self._book.step or self._book.places(step):
+            taken = f"{len(self._book.delivered)} of {self._terms.groups_per_step} groups"
+            raise ValueError(f"step {step} cannot be committed: step {self._book.step} has taken {taken}")
+        if not self._timeline.repeat(Committed):
+            self._timeline.record(Committed(step))
+
+    def advance(self, version: int) -> None:
+        """Engines serve `version` from now on. Repeating it is harmless."""
+        if version > self._book.step:
+            raise ValueError(f"version {version} cannot be published: only {self._book.step} steps are committed")
+        self._timeline.publish(version)
+
+    # -- the books -----------------------------------------------------------------------------------------------
+
+    @property
+    def replaying(self) -> bool:
+        """Whether recorded deliveries, commits or publications are still to be repeated."""
+        return self._timeline.replaying
+
+    @property
+    def next_deadline(self) -> float:
+        """When `expire` next has something to do."""
+        return NEVER if self.replaying or self._timeline.orphaned else self._book.next_deadline
+
+    @property
+    def torn_bytes(self) -> int:
+        """Bytes of unfinished, never acknowledged writes that were cut off when the directory was opened."""
+        return self._journal.torn_bytes + (self._log.torn_bytes if self._log else 0)
+
+    def ledger(self) -> Ledger:
+        return self._book.counts()
+
+    def waste(self) -> dict[str, int]:
+        """Sampled tokens that were not trained on, by the reason of their drop."""
+        return dict(self._book.waste)
+
+    def status(self) -> BufferStatus:
+        book = self._book
+        oldest = next((group for group in book.waiting if not book.complete(group)), None)
+        admission = self._admission(now=0.0)
+        return BufferStatus(
+            step=book.step,
+            version=book.version,
+            taken=len(book.delivered),
+            complete=book.num_complete,
+            incomplete=len(book.waiting) - book.num_complete,
+            bytes=book.bytes,
+            replaying=self.replaying,
+            oldest_group=oldest,
+            missing=() if oldest is None else book.missing(oldest),
+            refusal=admission.reason if isinstance(admission, Refusal) else "",
+        )
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def checkpointed(self, step: int) -> None:
+        """A checkpoint after `step` optimizer steps is durable: the trainer's cursor moves to what it still needs."""
+        self.move_cursor(TRAINER, self._timeline.first_needed(step))
+
+    def move_cursor(self, consumer: str, sequence: int) -> None:
+        """Note durably that `consumer` needs nothing before `sequence`."""
+        if self._log:
+            Cursors(self._directory).move(consumer, sequence)
+
+    def prune(self) -> list[str]:
+        """Delete the sealed trajectory files that every consumer's durable cursor is past; returns their names."""
+        return [path.name for path in self._log.prune(Cursors(self._directory).lowest())] if self._log else []
+
+    def close(self) -> None:
+        """Seal the files and let the directory go; idempotent."""
+        if self._lock is not None:
+            self._journal.close()
+            if self._log:
+                self._log.seal()
+            self._unlock()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _waste(self, slot: Slot, tokens: int) -> None:
+        """Count what was sampled for a group that had already ended."""
+        if tokens and (late := self._book.late(slot, tokens)):
+            self._timeline.record(late)
+
+    def _restore(self, step: int | None) -> None:
+        history = read_history(self._journal, self._log, self._payloads, self._terms)
+        if not history.records:
+            history.records.append(self._terms.begun)
+            self._journal.write(*history.records)
+        elif step is None:
+            raise ConfigError(f"{self._directory} already holds a run; resume it, or choose another name")
+        self._timeline.restore(history, step or 0)
+
+    def _admission(self, now: float) -> Admitted | Refusal:
+        if self.replaying:
+            return Refusal(f"replay: the recorded step {self._book.step} is being repeated")
+        if self._timeline.orphaned:
+            return Refusal("resume: the samples that were in flight are to be re-issued first")
+        return self._book.admission(now)
+
+    def _ticket(self, group: int) -> Ticket:
+        lease = self._book.waiting[group]
+        missing = self._book.missing(group)
+        return Ticket(group=group, samples=missing, version=lease.version, deadline=lease.deadline)
+
+    def _require_live(self, call: str) -> None:
+        if self.replaying:
+            raise ValueError(f"{call} during the replay of step {self._book.step}: no ticket has been issued yet")

@@ -1,0 +1,236 @@
+"""A run's settings: frozen tagged unions that refuse unknown fields. `load` is the only place that sees a dict.
+
+YAML holds only what differs from these defaults. Numbers that follow from others are properties, never second
+settings that could disagree.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.algorithms.settings import AboveZero, Algorithm, Correction, Grpo, NonNegative, TokenTis
+from asyncrl.errors import ConfigError
+from asyncrl.refusals import explain, unknown_keys
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Probability = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every settings struct."""
+
+
+class NativeEngine(Settings, frozen=True, tag_field="type", tag="native"):
+    """Our own torch engine, embedded in the rollout actor."""
+
+    max_batch: Positive = 128
+    """Rows decoded together; further requests wait."""
+    max_length: Positive = 4096
+    """Longest prompt plus answer, in tokens."""
+    prefill_chunk: Positive = 512
+    """Prompt tokens computed per step beside the decoding rows."""
+    threads: Positive = 1
+    """torch threads of one rollout actor on CPU."""
+
+
+class FakeEngine(Settings, frozen=True, tag_field="type", tag="fake"):
+    """Deterministic engine without a model: scripted lengths and delays, for tests and simulation."""
+
+    median_tokens: Positive = 16
+    sigma: NonNegative = 0.8
+    """Spread of the log-normal length distribution."""
+    max_batch: Positive = 128
+    step_seconds: NonNegative = 0.0
+    vocabulary: Positive = 64
+
+
+EngineSettings = NativeEngine | FakeEngine
+
+
+class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
+    """Start from a Hugging Face model directory."""
+
+    path: str
+
+
+class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
+    """Make a small model on the spot: fresh weights and a short supervised start on noisy worked examples."""
+
+    hidden_size: Positive = 96
+    layers: Positive = 3
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    intermediate_size: Positive = 256
+    steps: Positive = 450
+    batch: Positive = 64
+    lr: AboveZero = 3e-3
+    noise: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Chance that a worked step of the examples is wrong."""
+
+
+ModelSource = Checkpoint | WarmStart
+
+
+class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
+    """Chains of small additions with labels; sizes are drawn long-tailed."""
+
+    median_size: Annotated[int, Meta(ge=2, le=25)] = 4
+    """Number of operations of the middle problem."""
+    max_size: Annotated[int, Meta(ge=2, le=25)] = 24
+    """There is one letter for each label, and the first is the start's."""
+    size_spread: NonNegative = 0.8
+    """Spread of the log-normal size distribution."""
+
+
+class JsonlTask(Settings, frozen=True, tag_field="type", tag="jsonl"):
+    """Prompts from a JSON-lines file with the fields `prompt` and, optionally, `answer`."""
+
+    path: str
+    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Share of the file kept for evaluation."""
+
+
+TaskSettings = ChainsTask | JsonlTask
+
+
+class Reward(Settings, frozen=True):
+    """The judge: a plain function, run in processes of its own that can be killed."""
+
+    function: str = "asyncrl.tasks.chains:reward"
+    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer)."""
+    timeout_s: AboveZero = 5.0
+    workers: Positive = 1
+
+
+class Rollout(Settings, frozen=True):
+    """How answers are generated."""
+
+    replicas: Positive = 1
+    group_size: Positive = 8
+    max_tokens: Positive = 256
+    temperature: NonNegative = 1.0
+    top_p: Probability = 1.0
+    top_k: Natural = 0
+    on_update: Literal["keep", "recompute"] = "keep"
+    """Running answers at a weight update: keep their old keys and values, or prefill them again."""
+    precision: Literal["fp32", "bf16", "fp8", "fp8_kv", "fp8_full"] = "fp32"
+
+
+class Flow(Settings, frozen=True):
+    """Batch arithmetic and deadlines."""
+
+    groups_per_step: Positive = 32
+    groups_per_take: Positive = 4
+    """Complete groups that the trainer waits for before it starts a forward and backward."""
+    group_timeout_s: AboveZero = 300.0
+    """A group not complete after this is dropped and counted."""
+    stall_timeout_s: AboveZero = 600.0
+    """No progress for this long ends the run with a diagnosis."""
+
+
+class Trainer(Settings, frozen=True):
+    """The optimizer and its batches."""
+
+    lr: AboveZero = 1e-6
+    warmup_steps: Natural = 0
+    weight_decay: NonNegative = 0.0
+    beta1: Probability = 0.9
+    beta2: Probability = 0.99
+    grad_clip: AboveZero = 1.0
+    token_budget: Positive = 8192
+    """Tokens of one forward and backward."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the computation; master weights are always fp32."""
+    threads: Positive = 1
+
+
+class Buffer(Settings, frozen=True):
+    """The trajectory buffer."""
+
+    durability: Literal["memory", "process", "disk"] = "process"
+    """What an acknowledged trajectory survives: nothing, kill -9, power loss."""
+    max_bytes: Positive = 1 << 30
+    """Bytes of trajectories admitted but not yet consumed; admission waits above it."""
+    segment_bytes: Positive = 64 << 20
+
+
+class Checkpoints(Settings, frozen=True):
+    """Training checkpoints."""
+
+    every: Natural = 20
+    """Steps between two checkpoints; 0 keeps only the last step's."""
+    keep: Positive = 2
+
+
+class Evaluation(Settings, frozen=True):
+    """Held-out evaluation, sampled and greedy."""
+
+    every: Natural = 0
+    """Steps between two evaluations; the first and the last step are always evaluated."""
+    prompts: Natural = 256
+
+
+class Run(Settings, frozen=True):
+    """Everything a run needs to be repeated."""
+
+    name: str = "run"
+    root: str = "runs"
+    """The run directory is `root/name`."""
+    seed: Natural = 0
+    steps: Positive = 100
+    max_staleness: Natural = 2
+    """Oldest policy version, counted back from the trainer's, that may be trained on; 0 is synchronous."""
+    cluster: str = "local"
+    """`local` starts Ray here, `auto` or an address attaches, `inprocess` runs without Ray."""
+    engine: EngineSettings = NativeEngine()
+    algorithm: Algorithm = Grpo()
+    correction: Correction = TokenTis()
+    drafter: Literal["none"] = "none"
+    model: ModelSource = WarmStart()
+    task: TaskSettings = ChainsTask()
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    flow: Flow = Flow()
+    trainer: Trainer = Trainer()
+    buffer: Buffer = Buffer()
+    checkpoint: Checkpoints = Checkpoints()
+    evaluation: Evaluation = Evaluation()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.flow.groups_per_step * self.rollout.group_size
+
+    @property
+    def capacity_groups(self) -> int:
+        """Groups that can be admitted and not yet trained on."""
+        return (self.max_staleness + 1) * self.flow.groups_per_step
+
+
+def load(raw: Mapping[str, Any]) -> Run:
+    """Turn composed YAML into a checked Run, or raise ConfigError with the path of what is wrong."""
+    if unknown := unknown_keys(raw, Run):
+        raise ConfigError("\n".join(unknown))
+    try:
+        run = msgspec.convert(raw, Run)
+    except msgspec.ValidationError as error:
+        raise ConfigError(explain(error, raw, Run)) from None
+    check(run)
+    return run
+
+
+def check(run: Run) -> None:
+    """Refuse settings that contradict each other, before anything is started."""
+    if run.flow.groups_per_take > run.flow.groups_per_step:
+        raise ConfigError(
+            f"flow.groups_per_take={run.flow.groups_per_take} is more than flow.groups_per_step="
+            f"{run.flow.groups_per_step}: a step could never begin; lower flow.groups_per_take"
+        )
+    if run.rollout.precision.startswith("fp8"):
+        raise ConfigError(
+            f"rollout.precision={run.rollout.precision} is not available yet; use rollout.precision=fp32 or bf16"
+        )
+    if not run.name or "/" in run.name or run.name.startswith("."):
+        raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")

@@ -1,0 +1,89 @@
+"""Text to token ids and back, from the files of a Hugging Face model directory, with the `tokenizers` package alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
+
+from asyncrl.errors import CheckpointError
+
+PAD = "<pad>"
+
+
+class Tokenizer:
+    """A tokenizer and the ids that end an answer."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_ids: tuple[int, ...]) -> None:
+        self._backend = backend
+        self.eos_ids = eos_ids
+
+    @property
+    def size(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special tokens that the model's own tokenizer puts around a text."""
+        return self._backend.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text without special tokens."""
+        return self._backend.decode(ids)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    directory = Path(path)
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist; a model directory must hold tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    # Files often carry the truncation and padding of their last use.
+    backend.no_truncation()
+    backend.no_padding()
+    return Tokenizer(backend, _eos_ids(directory, backend))
+
+
+def save_character_tokenizer(directory: str | Path, characters: str, eos: str, max_length: int) -> Tokenizer:
+    """Write a tokenizer with one token per character, padding as id 0 and `eos` as id 1, in Hugging Face layout.
+
+    The end is no special token to `tokenizers`, so decoded answers show whether they came to one.
+    """
+    vocabulary = {token: i for i, token in enumerate([PAD, eos, *characters])}
+    # Without an unknown token a foreign character is refused, not replaced.
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([PAD])
+    directory = Path(directory)
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": eos,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return Tokenizer(backend, (vocabulary[eos],))
+
+
+def _eos_ids(directory: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The first file that names an end decides, in the order in which transformers' generate asks them."""
+    for name in ("generation_config.json", "config.json"):
+        match _read(directory / name).get("eos_token_id"):
+            case int(token):
+                return (token,)
+            case [*tokens] if tokens:
+                return tuple(tokens)
+            case _:
+                pass
+    match _read(directory / "tokenizer_config.json").get("eos_token"):
+        case str(text) | {"content": str(text)} if (token := backend.token_to_id(text)) is not None:
+            return (token,)
+        case _:
+            raise CheckpointError(f"{directory} names no end token; add eos_token_id to its generation_config.json")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}

@@ -1,0 +1,47 @@
+"""The engine protocol. One conformance suite (tests/engines) holds for every implementation."""
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+from asyncrl.types import Delta, EngineStats, Request, WeightAck, WeightManifest
+
+OnUpdate = Literal["keep", "recompute"]
+"""What happens to running answers at a weight update: go on with old keys and values, or prefill them again."""
+
+
+class Engine(Protocol):
+    """Generates answers token by token under one policy version at a time.
+
+    Every method is called from one event loop. An update takes effect between two decoding steps, so each token has
+    exactly one version.
+    """
+
+    async def start(self) -> None:
+        """Load the model and begin to serve."""
+        ...
+
+    def submit(self, request: Request) -> AsyncIterator[Delta]:
+        """Generate; yields a delta when the version changes under way and one, with `finish`, at the end."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator yields what was sampled so far with finish `abort`."""
+        ...
+
+    async def pause(self) -> None:
+        """Take no further decoding step after this returns; running answers stay where they are."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
+        """Switch to the published version between two steps; the digest is taken from the weights as loaded."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Abort what runs, release memory and end; idempotent."""
+        ...

@@ -1,0 +1,104 @@
+"""An engine without a model: lengths are log-normal, tokens random, both fixed by the request's seed.
+
+It keeps the whole protocol (versions, pause, abort, resumed answers), so schedules and failures can be tried in
+milliseconds. An answer is known when it is admitted; a step only moves a clock, whatever the number of rows.
+"""
+
+import heapq
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl.config import FakeEngine as Settings
+from asyncrl.engines.base import OnUpdate
+from asyncrl.engines.cooperative import CooperativeEngine, Job
+from asyncrl.types import EngineStats, Finish, Ints, Request, Segment, WeightAck, WeightManifest
+
+
+class _Answer(NamedTuple):
+    tokens: Ints
+    finish: Finish
+    begin: int
+    """Clock at which token 0 was still to come."""
+
+
+class FakeEngine(CooperativeEngine):
+    def __init__(self, settings: Settings, *, name: str, version: int = 0) -> None:
+        super().__init__(name, version, settings.step_seconds)
+        self._settings = settings
+        self._answers: dict[Job, _Answer] = {}
+        self._delivered: dict[Job, int] = {}
+        self._due: list[tuple[int, int, Job]] = []
+        self._clock = 0
+        self._admitted = 0
+        self._generated = self._prefilled = self._reprefilled = 0
+
+    async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
+        again = 0
+        if on_update == "recompute":
+            again = sum(len(j.request.tokens) - j.request.resumed + self._clock - a.begin for j, a in self._answers.items())
+        self._reprefilled += again
+        self._switch_version(manifest.version)
+        return WeightAck(self.name, manifest.version, manifest.digest, again)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._answers),
+            waiting=len(self._waiting),
+            version=self._version,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            reprefilled_tokens=self._reprefilled,
+            steps=self._steps,
+            busy_seconds=self._busy_seconds,
+        )
+
+    def answer(self, request: Request) -> tuple[Ints, Finish]:
+        """The whole answer that this request leads to, including what was sampled before it was resumed."""
+        rng = np.random.default_rng(request.seed)
+        spread = self._settings.sigma * rng.standard_normal()
+        length = max(1, request.resumed + 1, round(self._settings.median_tokens * math.exp(spread)))
+        stop = request.sampling.stop
+        plain = np.setdiff1d(np.arange(self._settings.vocabulary, dtype=np.int32), np.array(stop, np.int32))
+        tokens = plain[(rng.random(length) * len(plain)).astype(np.int64)]
+        if length > request.sampling.max_tokens:
+            return tokens[: request.sampling.max_tokens], "length"
+        if stop:
+            tokens[-1] = stop[0]
+        return tokens, "stop"
+
+    def _open(self) -> None: ...
+
+    def _shut(self) -> None: ...
+
+    def _check(self, request: Request) -> None: ...
+
+    def _step(self) -> None:
+        while self._waiting and len(self._answers) < self._settings.max_batch:
+            self._admit(self._waiting.popleft())
+        self._clock += 1
+        self._generated += len(self._answers)
+        while self._due and self._due[0][0] <= self._clock:
+            job = heapq.heappop(self._due)[2]
+            if job in self._answers:  # otherwise it was aborted on the way
+                self._finish(job, self._answers[job].finish)
+
+    def _admit(self, job: Job) -> None:
+        tokens, finish = self.answer(job.request)
+        done = job.request.resumed
+        job.row = self._admitted = self._admitted + 1
+        self._answers[job] = _Answer(tokens, finish, self._clock - done)
+        self._delivered[job] = done
+        self._prefilled += len(job.request.tokens)
+        heapq.heappush(self._due, (self._clock + len(tokens) - done, job.row, job))
+
+    def _take_segment(self, job: Job) -> Segment:
+        answer, begin = self._answers[job], self._delivered[job]
+        end = self._delivered[job] = min(self._clock - answer.begin, len(answer.tokens))
+        logprobs = np.full(end - begin, -math.log(self._settings.vocabulary), np.float32)
+        return Segment.sampled(answer.tokens[begin:end], logprobs, self._version)
+
+    def _release(self, job: Job) -> None:
+        del self._answers[job], self._delivered[job]
+        job.row = -1

@@ -1,0 +1,110 @@
+"""Hugging Face checkpoints in safetensors: what transformers wrote we read, what we write transformers reads."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError
+from asyncrl.models.config import ModelConfig, read_config
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.names import hf_tensors
+
+WEIGHTS = "model.safetensors"
+
+
+def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> tuple[Decoder, ModelConfig]:
+    """Read a model directory; tensors are cast to `dtype`."""
+    directory = Path(path)
+    config = read_config(directory)
+    model = Decoder(config, dtype)
+    missing = dict(hf_tensors(model))
+    unexpected: list[str] = []
+    for name, tensor in _read(directory):
+        if name in missing:
+            _fill(missing.pop(name), name, tensor)
+        elif not _redundant(name, config):
+            unexpected.append(name)
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{directory} does not fit its config.json (model_type={config.family}): missing {_names(missing)}, "
+            f"unexpected {_names(unexpected)}; download or save the checkpoint again"
+        )
+    return model, config
+
+
+def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A fresh model as transformers would initialise it: normal matrices, unit norms, zero biases."""
+    model = Decoder(config, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in hf_tensors(model):
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, config.initializer_range, generator=generator)
+    return model
+
+
+def save_model(model: Decoder, directory: Path | str) -> None:
+    """Write `config.json` and `model.safetensors` in the model's own dtype."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model)}
+    (directory / "config.json").write_text(json.dumps(_config_of(model), indent=2, sort_keys=True) + "\n")
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def _config_of(model: Decoder) -> dict[str, object]:
+    """The config as it was read, except that it names the dtype really saved."""
+    raw = dict(model.config.raw)
+    key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
+    raw[key] = str(model.norm.weight.dtype).removeprefix("torch.")
+    raw.setdefault("architectures", [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model.config.family] + "ForCausalLM"])
+    return raw
+
+
+def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in _weight_files(directory):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (a handle, not a dict)
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, FileNotFoundError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / f"{WEIGHTS}.index.json"
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    if index.is_file():
+        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    raise CheckpointError(
+        f"{directory} holds no {WEIGHTS} and no {index.name}; pickled weights (.bin) are not read, convert them with "
+        f"transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+    )
+
+
+def _fill(target: Tensor, name: str, source: Tensor) -> None:
+    if target.shape != source.shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(source.shape)}, but config.json asks for {tuple(target.shape)}; "
+            f"the two files belong to different models"
+        )
+    target.copy_(source)
+
+
+def _redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some writers add although they follow from others."""
+    return name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
+
+
+def _names(names: dict[str, Tensor] | list[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "") if listed else "nothing"

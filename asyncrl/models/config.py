@@ -1,0 +1,153 @@
+"""What a Hugging Face `config.json` says about a decoder, or why we cannot run it.
+
+Every field that changes the computation is either understood here or refused: a model that loads is the model that
+transformers would run.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import msgspec
+
+from asyncrl.errors import CheckpointError
+
+Family = Literal["llama", "qwen2", "qwen3"]
+RopeType = Literal["default", "linear", "llama3"]
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding: base and, for stretched contexts, how the frequencies are scaled."""
+
+    type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 0
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a decoder. `raw` is the whole `config.json`, kept so that saving gives it back."""
+
+    family: Family
+    vocabulary: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tied_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: Rope
+    initializer_range: float
+    raw: dict[str, Any]
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        family = _choice(raw, "model_type", get_args(Family))
+        _refuse_unsupported(raw)
+        heads = _size(raw, "num_attention_heads")
+        hidden = _size(raw, "hidden_size")
+        kv_heads = _size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") is not None else heads
+        head_dim = raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
+        if heads % kv_heads or head_dim % 2:
+            raise CheckpointError(
+                f"config.json: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}, "
+                f"and head_dim={head_dim} must be even"
+            )
+        bias = bool(raw.get("attention_bias", False))
+        return cls(
+            family=family,
+            vocabulary=_size(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_size(raw, "intermediate_size"),
+            layers=_size(raw, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2" or bias,
+            out_bias=family != "qwen2" and bias,
+            mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            rope=_rope(raw),
+            initializer_range=raw.get("initializer_range", 0.02),
+            raw=dict(raw),
+        )
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read `config.json` of a Hugging Face model directory."""
+    file = directory / "config.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{directory} is not a Hugging Face model directory (no config.json); give the path of one, "
+            f"such as `huggingface-cli download NAME --local-dir {directory}` makes"
+        )
+    try:
+        raw = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}; download the checkpoint again") from None
+    try:
+        return ModelConfig.from_hf(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
+def _size(raw: Mapping[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{key}={value!r} must be a positive integer")
+    return value
+
+
+def _choice(raw: Mapping[str, Any], key: str, allowed: tuple[str, ...]) -> Any:
+    value = raw.get(key)
+    if value not in allowed:
+        raise CheckpointError(f"{key}={value!r} is not supported; use one of {', '.join(allowed)}")
+    return value
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act={raw['hidden_act']!r} is not supported; only silu is")
+    if raw.get("quantization_config"):
+        raise CheckpointError("quantization_config is set; use a checkpoint in fp32, fp16 or bf16")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    reaches = window is not None and raw.get("max_position_embeddings", window + 1) > window
+    slides = "sliding_attention" in raw["layer_types"] if raw.get("layer_types") else _has_window_layers(raw)
+    if reaches and slides:
+        raise CheckpointError(
+            f"sliding_window={window} is shorter than max_position_embeddings and sliding-window attention is not "
+            f"supported; set use_sliding_window to false or max_position_embeddings to {window}"
+        )
+
+
+def _has_window_layers(raw: Mapping[str, Any]) -> bool:
+    return raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
+
+
+def _rope(raw: Mapping[str, Any]) -> Rope:
+    """Both layouts: `rope_theta` with `rope_scaling`, and the one `rope_parameters` of transformers 5."""
+    parameters = cast(dict[str, Any], raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = {"rope_type": parameters.get("rope_type", parameters.get("type", "default"))}
+    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise CheckpointError(f"partial_rotary_factor={partial} is not supported; only 1.0 is")
+    positions = parameters.get("original_max_position_embeddings", raw.get("max_position_embeddings", 0))
+    return Rope(
+        type=_choice(kind, "rope_type", get_args(RopeType)),
+        theta=float(parameters.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+        factor=float(parameters.get("factor", 1.0)),
+        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
+        original_positions=int(positions),
+    )

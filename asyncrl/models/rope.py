@@ -1,0 +1,43 @@
+"""Rotary position embedding in the rotate-half convention of Hugging Face checkpoints.
+
+Axis suffixes: T tokens, H heads, D head dimension.
+
+The rotation of the pair (a, b) = (x[i], x[i + D/2]) by the angle p*f is (a cos - b sin, b cos + a sin). With the
+frequencies signed as [-f, f], one product gives angles whose cosine is the same for both halves and whose sine has
+the sign each half needs, so that the rotation is x*cos + swap(x)*sin: three operations for all heads.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from asyncrl.models.config import Rope
+
+
+def signed_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.type == "linear":
+        inverse = inverse / rope.factor
+    if rope.type == "llama3":
+        inverse = _stretch_llama3(inverse, rope)
+    return torch.cat([-inverse, inverse])
+
+
+def _stretch_llama3(inverse: Tensor, rope: Rope) -> Tensor:
+    """Divide long wavelengths by the factor, keep short ones, and blend in between."""
+    turns = rope.original_positions * inverse / (2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * inverse / rope.factor + blend * inverse
+
+
+def rotation(positions_T: Tensor, frequencies_D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of every token, shaped to broadcast over heads."""
+    angles_T_1_D = (positions_T.unsqueeze(-1) * frequencies_D).unsqueeze(1)
+    return angles_T_1_D.cos().to(dtype), angles_T_1_D.sin().to(dtype)
+
+
+def rotate(x_T_H_D: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor) -> Tensor:
+    swapped_T_H_D = x_T_H_D.roll(x_T_H_D.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_T_H_D * cos_T_1_D, swapped_T_H_D, sin_T_1_D)

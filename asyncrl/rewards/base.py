@@ -1,0 +1,23 @@
+"""What is asked of a reward function and what comes back, in the parent and on the wire to its worker."""
+
+from typing import Literal
+
+import msgspec
+
+
+class RewardInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The arguments of one call."""
+
+    prompt: str
+    completion: str
+    answer: str
+
+
+class RewardFailure(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sample without a reward: it is dropped and counted under its reason."""
+
+    reason: Literal["reward_timeout", "reward_error", "reward_invalid"]
+    message: str
+
+
+RewardResult = float | RewardFailure

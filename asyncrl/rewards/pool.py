@@ -1,0 +1,234 @@
+"""Reward functions in processes of their own, which can be killed.
+
+A worker judges one sample at a time, under the deadline; the others of its share wait in its pipe. When it hangs or
+dies, the sample it was at gets a RewardFailure and the rest of the share goes to its replacement.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from math import ceil
+
+import msgspec
+
+from asyncrl.config import Reward
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
+from asyncrl.rewards.worker import HEADER
+
+START_S = 60.0
+"""Importing the user's module may load large libraries."""
+END_S = 10.0
+SHARE = 64
+"""Most samples sent to one worker at once."""
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""Nothing else of our environment reaches the user's code: it often holds tokens and keys."""
+
+
+def check_function(settings: Reward) -> None:
+    """Raise ConfigError unless a worker can import the reward function."""
+    command, environment = _command(settings)
+    try:
+        run = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=START_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _unusable(settings, f"importing it took more than {START_S:g} s") from None
+    result = _Frames(run.stdout).take()
+    if result is None:
+        raise _unusable(settings, f"importing it ended the process with code {run.returncode}")
+    if isinstance(result, RewardFailure):
+        raise _unusable(settings, result.message)
+
+
+class RewardPool:
+    """Scores samples in `settings.workers` child processes."""
+
+    def __init__(self, settings: Reward) -> None:
+        self._workers = [_Worker(settings) for _ in range(settings.workers)]
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def start(self) -> None:
+        """Start all workers now instead of with their first sample; ConfigError if the function cannot be imported."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers:
+                tasks.create_task(worker.start())
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+        """One result per input, in order. Calls may overlap."""
+        share = min(SHARE, ceil(len(inputs) / len(self._workers))) or 1
+        async with asyncio.TaskGroup() as tasks:
+            shares = [
+                tasks.create_task(self._score_share(inputs[begin : begin + share]))
+                for begin in range(0, len(inputs), share)
+            ]
+        return [result for task in shares for result in task.result()]
+
+    async def _score_share(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+        worker = await self._idle.get()
+        try:
+            return await worker.score(inputs)
+        finally:
+            self._idle.put_nowait(worker)
+
+    async def close(self) -> None:
+        """End the workers; samples still under way fail. Idempotent."""
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+
+class _Worker:
+    """One child process at a time, started when there is none."""
+
+    def __init__(self, settings: Reward) -> None:
+        self._settings = settings
+        self._child: _Child | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        if self._child is None and not self._closed:
+            self._child = await _Child.launch(self._settings)
+            hello = await self._next(START_S)
+            if isinstance(hello, RewardFailure):
+                await self._end()
+                raise _unusable(self._settings, hello.message)
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+        results: list[RewardResult] = []
+        try:
+            while len(results) < len(inputs):
+                results += await self._attempt(inputs[len(results) :])
+        finally:
+            if len(results) < len(inputs):  # cancelled: the answers to come belong to nobody
+                await self._end()
+        return results
+
+    async def _attempt(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+        """Results up to the first sample that costs us the child."""
+        try:
+            await self.start()
+        except ConfigError as error:
+            return [RewardFailure("reward_error", str(error))] * len(inputs)
+        if self._child is None:
+            return [RewardFailure("reward_error", "the reward pool was closed")] * len(inputs)
+        self._child.send(inputs)
+        results: list[RewardResult] = []
+        while self._child is not None and len(results) < len(inputs):
+            results.append(await self._next(self._settings.timeout_s))
+        return results
+
+    async def _next(self, limit_s: float) -> RewardResult:
+        """The next answer, or the child is ended and the reason is the answer."""
+        assert self._child is not None
+        try:
+            return await self._child.receive(limit_s)
+        except TimeoutError:
+            failure = RewardFailure("reward_timeout", f"no reward within {limit_s:g} s; the function was killed")
+        except EOFError:
+            failure = RewardFailure("reward_error", f"the reward process ended: {await self._child.fate()}")
+        await self._end()
+        return failure
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.kill()
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._end()
+
+
+class _Child:
+    """A running worker process and its frames."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+        self._frames = _Frames()
+
+    @classmethod
+    async def launch(cls, settings: Reward) -> "_Child":
+        command, environment = _command(settings)
+        pipe = asyncio.subprocess.PIPE
+        return cls(
+            await asyncio.create_subprocess_exec(*command, env=environment, stdin=pipe, stdout=pipe, process_group=0)
+        )
+
+    def send(self, inputs: Sequence[RewardInput]) -> None:
+        # Not drained: a child that waits for us to read its answers would make both wait.
+        payloads = [msgspec.msgpack.encode(sample) for sample in inputs]
+        self._stdin.write(b"".join(HEADER.pack(len(payload)) + payload for payload in payloads))
+
+    async def receive(self, limit_s: float) -> RewardResult:
+        # The second look is for an event loop that was itself held up until after the deadline: what has arrived counts.
+        with suppress(TimeoutError):
+            return await self._receive(limit_s)
+        return await self._receive(0.0)
+
+    async def _receive(self, limit_s: float) -> RewardResult:
+        async with asyncio.timeout(limit_s):
+            while (result := self._frames.take()) is None:
+                received = await self._stdout.read(1 << 16)
+                if not received:
+                    raise EOFError
+                self._frames.buffer += received
+        return result
+
+    async def fate(self) -> str:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                code = await self._process.wait()
+                return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "it closed its output"
+
+    async def kill(self) -> None:
+        """End the whole group: the function may have started processes of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._process.wait()
+
+
+class _Frames:
+    """Bytes from a worker, cut into answers."""
+
+    _decoder = msgspec.msgpack.Decoder(RewardResult)
+
+    def __init__(self, received: bytes = b"") -> None:
+        self.buffer = bytearray(received)
+
+    def take(self) -> RewardResult | None:
+        """The first complete answer, if there is one."""
+        if len(self.buffer) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self.buffer)[0]
+        if len(self.buffer) < end:
+            return None
+        result = self._decoder.decode(memoryview(self.buffer)[HEADER.size : end].tobytes())
+        del self.buffer[:end]
+        return result
+
+
+def _command(settings: Reward) -> tuple[list[str], dict[str, str]]:
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    # The child finds modules exactly where we do.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return [sys.executable, "-m", "asyncrl.rewards.worker", settings.function], environment
+
+
+def _unusable(settings: Reward, why: str) -> ConfigError:
+    return ConfigError(
+        f"reward.function={settings.function} cannot be used: {why}; give `package.module:function` or "
+        "`path/to/file.py:function`, called as f(prompt, completion, answer)"
+    )

@@ -1,0 +1,30 @@
+"""Where prompts come from."""
+
+from typing import Literal, Protocol
+
+from asyncrl.config import ChainsTask, JsonlTask, TaskSettings
+from asyncrl.types import Prompt
+
+Split = Literal["train", "held_out"]
+
+
+class Task(Protocol):
+    """An endless sequence of prompts per split.
+
+    `prompt` depends on nothing but the seed, the split and the index, so a position in the stream is one integer and
+    a resumed run needs no other state. The two splits never share a text.
+    """
+
+    def prompt(self, split: Split, index: int) -> Prompt: ...
+
+
+def make_task(settings: TaskSettings, seed: int) -> Task:
+    # Imported here because each task imports Split from this module.
+    from asyncrl.tasks.chains import Chains
+    from asyncrl.tasks.jsonl import Jsonl
+
+    match settings:
+        case ChainsTask():
+            return Chains(settings, seed)
+        case JsonlTask():
+            return Jsonl(settings, seed)

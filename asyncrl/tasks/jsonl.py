@@ -1,0 +1,80 @@
+"""Prompts from a JSON-lines file."""
+
+import math
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from asyncrl.config import JsonlTask
+from asyncrl.errors import ConfigError
+from asyncrl.tasks.base import Split
+from asyncrl.types import Prompt
+
+
+class _Row(msgspec.Struct, frozen=True):
+    prompt: str
+    answer: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("`prompt` is empty")
+
+
+class Jsonl:
+    """The rows of a file, epoch after epoch, each epoch in another order."""
+
+    def __init__(self, settings: JsonlTask, seed: int) -> None:
+        prompts = _read(Path(settings.path))
+        held_out = _held_out({prompt.text for prompt in prompts}, settings.held_out)
+        self._settings = settings
+        self._seed = seed
+        self._prompts: dict[Split, list[Prompt]] = {
+            "train": [prompt for prompt in prompts if prompt.text not in held_out],
+            "held_out": [prompt for prompt in prompts if prompt.text in held_out],
+        }
+        self._order = lru_cache(maxsize=4)(self._shuffle)
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        prompts = self._prompts[split]
+        if not prompts:
+            raise ConfigError(
+                f"task.held_out={self._settings.held_out} leaves no held-out prompt in {self._settings.path}: "
+                "raise task.held_out or set evaluation.prompts=0"
+            )
+        epoch, position = divmod(index, len(prompts))
+        return prompts[self._order(split, epoch)[position]]
+
+    def _shuffle(self, split: Split, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts[split])))
+        Random(f"{self._seed}/{split}/{epoch}").shuffle(order)
+        return order
+
+
+def _read(path: Path) -> list[Prompt]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"task.path={path} cannot be read: {error.strerror}") from None
+    prompts = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"task.path={path} holds no prompt; write one JSON object with `prompt` per line")
+    return prompts
+
+
+def _parse(path: Path, number: int, line: bytes) -> Prompt:
+    try:
+        row = msgspec.json.decode(line, type=_Row)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f'{path}, line {number}: {error}; expected an object such as {{"prompt": "1+1=", "answer": "2"}}'
+        ) from None
+    return Prompt(uid=f"{path.name}:{number}", text=row.prompt, answer=row.answer)
+
+
+def _held_out(texts: set[str], share: float) -> set[str]:
+    """The same texts for every seed and order of the file; equal texts stay on one side, and one is left to train on."""
+    ranked = sorted(texts, key=lambda text: blake2b(text.encode()).digest())
+    return set(ranked[: min(math.ceil(share * len(ranked)), len(ranked) - 1)])

@@ -1,0 +1,125 @@
+"""The learner: groups in, weights out.
+
+`accumulate` runs forward and backward on whatever groups are there and may be called many times per step, while the
+rest of the step is still being generated. `step` divides the summed gradient by the token count of the whole step and
+updates once. The result is that of one batch over all the groups, whatever the order and sizes of the calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asyncrl.algorithms import corrections, grpo
+from asyncrl.algorithms.advantage import group_relative
+from asyncrl.algorithms.base import Tokens
+from asyncrl.algorithms.settings import Algorithm, Correction
+from asyncrl.config import Trainer
+from asyncrl.models.checkpoint import load_model
+from asyncrl.models.names import hf_tensors
+from asyncrl.models.packed import packed_attention
+from asyncrl.training.diagnostics import ratio_sums, step_figures
+from asyncrl.training.packing import PackedBatch, Sample, pack
+from asyncrl.training.report import StepReport
+from asyncrl.types import Group
+
+
+class Learner:
+    """Fp32 master weights, AdamW, one optimizer step per quota of groups."""
+
+    def __init__(
+        self, model_path: Path, settings: Trainer, algorithm: Algorithm, correction: Correction, *, temperature: float
+    ) -> None:
+        self.model, self.model_config = load_model(model_path, dtype=torch.float32)
+        self.version = 0
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self._settings = settings
+        self._algorithm = algorithm
+        self._correction = correction
+        self._temperature = temperature if temperature > 0 else 1.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._samples = 0
+        self._tokens = 0
+        self._sums: dict[str, float] = {"loss": 0.0}
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def accumulate(self, groups: Sequence[Group]) -> None:
+        """Forward and backward; gradients add up until `step`."""
+        samples = [sample for group in groups for sample in self._samples_of(group)]
+        self._samples += len(samples)
+        self._tokens += sum(int(sample.sampled.sum()) for sample in samples)
+        # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on it.
+        useful = [sample for sample in samples if sample.advantage != 0.0]
+        for batch in pack(useful, self._settings.token_budget):
+            self._backward(batch)
+
+    def _samples_of(self, group: Group) -> Iterator[Sample]:
+        rewards = np.array([t.reward for t in group.trajectories], dtype=np.float64)
+        advantages = group_relative(rewards, normalize_std=self._algorithm.normalize_std)
+        return (Sample.of(t, float(a)) for t, a in zip(group.trajectories, advantages, strict=True))
+
+    def _backward(self, batch: PackedBatch) -> None:
+        logp_L = self.token_logprobs(batch)
+        proximal_L, weight_L = corrections.apply(self._correction, logp_L, batch.behaviour_logp_L)
+        output = grpo.loss(
+            self._algorithm,
+            Tokens(logp_L=logp_L, proximal_logp_L=proximal_L, weight_L=weight_L, advantage_L=batch.advantage_L),
+        )
+        output.loss.backward()
+        self._add({"loss": float(output.loss.detach()), **output.sums})
+        self._add(ratio_sums(corrections.log_ratio(logp_L, batch.behaviour_logp_L)))
+
+    def token_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probability of each sampled token, at the temperature it was sampled with."""
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._settings.dtype == "bf16"):
+            hidden_T = self.model(batch.tokens_T, batch.positions_T, packed_attention(batch.lengths))
+            logits_L = self.model.logits(hidden_T[batch.predict_L])
+        logits_L = logits_L.float() / self._temperature
+        return torch.log_softmax(logits_L, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
+
+    def _add(self, sums: dict[str, float]) -> None:
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def step(self) -> StepReport:
+        """One optimizer update from everything accumulated since the last."""
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            if parameter.grad is None:  # every advantage was 0: Adam still moves by its momentum, as one batch would
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(max(self._tokens, 1))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip))
+        loss = self._sums["loss"] / max(self._tokens, 1)
+        skipped = not (np.isfinite(norm) and np.isfinite(loss))
+        if not skipped:
+            self.optimizer.param_groups[0]["lr"] = self._learning_rate()
+            self.optimizer.step()
+        self.version += 1
+        report = StepReport(
+            version=self.version,
+            samples=self._samples,
+            tokens=self._tokens,
+            loss=loss,
+            grad_norm=norm,
+            skipped=skipped,
+            figures=step_figures(self._sums),
+        )
+        self._reset()
+        return report
+
+    def _learning_rate(self) -> float:
+        warmup = self._settings.warmup_steps
+        return self._settings.lr * min(1.0, (self.version + 1) / warmup) if warmup else self._settings.lr
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under their Hugging Face names, as the transports publish them."""
+        return hf_tensors(self.model)

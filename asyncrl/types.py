@@ -1,0 +1,266 @@
+"""The vocabulary: everything that travels between actors. If a type is not here, it does not travel.
+
+Facts are stored, views are derived: a trajectory is a list of segments, and masks, lengths, versions and staleness
+are computed from them. Token ids and log-probabilities are kept as packed bytes (int32, float32) behind array
+properties, because a tuple of Python floats costs thirty times the memory and the time to encode.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Finish = Literal["stop", "length", "abort"]
+GIVEN = -1
+"""Version written for tokens that were given to the model, not sampled by it."""
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """The place of one sample in a run: filled at most once, whatever is retried."""
+
+    group: int
+    sample: int
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A run of tokens with one origin: given to the model, or sampled by one policy version."""
+
+    token_bytes: bytes
+    logprob_bytes: bytes = b""
+    version: int = GIVEN
+
+    def __post_init__(self) -> None:
+        expected = 0 if self.version == GIVEN else len(self.token_bytes)
+        if len(self.logprob_bytes) != expected:
+            raise ValueError(
+                f"a segment of version {self.version} with {len(self.token_bytes) // 4} tokens "
+                f"carries {len(self.logprob_bytes) // 4} log-probabilities"
+            )
+
+    @classmethod
+    def given(cls, tokens: Sequence[int] | npt.NDArray[np.integer]) -> "Segment":
+        return cls(token_bytes=np.asarray(tokens, dtype=np.int32).tobytes())
+
+    @classmethod
+    def sampled(
+        cls,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        logprobs: Sequence[float] | npt.NDArray[np.floating],
+        version: int,
+    ) -> "Segment":
+        return cls(
+            token_bytes=np.asarray(tokens, dtype=np.int32).tobytes(),
+            logprob_bytes=np.asarray(logprobs, dtype=np.float32).tobytes(),
+            version=version,
+        )
+
+    @property
+    def tokens(self) -> Ints:
+        return np.frombuffer(self.token_bytes, dtype=np.int32)
+
+    @property
+    def logprobs(self) -> Floats:
+        """Behaviour log-probabilities, the engine's own; empty when the tokens were given."""
+        return np.frombuffer(self.logprob_bytes, dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self.token_bytes) // 4
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One finished answer. Times are seconds of the wall clock."""
+
+    slot: Slot
+    prompt: str
+    """Identity of the prompt inside its source, such as `chains/train/17`."""
+    segments: tuple[Segment, ...]
+    reward: float
+    finish: Finish
+    started: float
+    finished: float
+    engine: str
+    precision: str = "fp32"
+
+    @property
+    def tokens(self) -> Ints:
+        return np.concatenate([segment.tokens for segment in self.segments])
+
+    @property
+    def versions(self) -> Ints:
+        """Policy version of each token, GIVEN where it was not sampled."""
+        return np.concatenate([np.full(len(segment), segment.version, np.int32) for segment in self.segments])
+
+    @property
+    def logprobs(self) -> Floats:
+        """Behaviour log-probability of each token, 0 where it was given."""
+        parts = [s.logprobs if s.version != GIVEN else np.zeros(len(s), np.float32) for s in self.segments]
+        return np.concatenate(parts)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(segment) for segment in self.segments if segment.version != GIVEN)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest sampled token: the one that staleness counts from."""
+        return min((s.version for s in self.segments if s.version != GIVEN), default=GIVEN)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """All samples of one prompt, the unit of advantage and of delivery."""
+
+    id: int
+    trajectories: tuple[Trajectory, ...]
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A question with what its reward needs to judge an answer."""
+
+    uid: str
+    text: str
+    answer: str = ""
+    size: int = 0
+    """Problem size, for evaluation by difficulty; 0 where the source has none."""
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Leave to generate the named samples of one group."""
+
+    group: int
+    samples: tuple[int, ...]
+    version: int
+    """Published policy version at admission; no token of the group can be older."""
+    deadline: float
+    """Wall-clock second after which the group is dropped with reason `timeout`."""
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to an append: durable at the configured level, or why it was not kept."""
+
+    slot: Slot
+    status: Literal["stored", "duplicate", "dropped"]
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Complete groups handed to the trainer for one forward and backward of `step`."""
+
+    step: int
+    groups: tuple[int, ...]
+    replayed: bool = False
+    """True when a resumed run re-delivers what was recorded before it was killed."""
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """Where every leased slot is. `balanced` holds at every moment."""
+
+    leased: int
+    in_flight: int
+    buffered: int
+    consumed: int
+    dropped: dict[str, int]
+
+    @property
+    def balanced(self) -> bool:
+        return self.leased == self.in_flight + self.buffered + self.consumed + sum(self.dropped.values())
+
+
+class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The buffer at one moment, for progress lines and for the sentence that explains a stall."""
+
+    step: int
+    """The step being assembled."""
+    version: int
+    taken: int
+    """Groups of the step that the trainer already has."""
+    complete: int
+    """Complete groups that wait to be taken."""
+    incomplete: int
+    bytes: int
+    """Held by stored samples and set aside for missing ones."""
+    replaying: bool
+    oldest_group: int | None = None
+    """The incomplete group that was admitted first, and its missing samples."""
+    missing: tuple[int, ...] = ()
+    refusal: str = ""
+    """Why no further group is admitted now."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor inside a weight publication."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    bytes: int
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one policy version consists of, and the digest that proves it arrived."""
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    total_bytes: int
+    digest: str
+    location: str
+    """Where a receiver finds the bytes; its meaning belongs to the transport."""
+
+
+class WeightAck(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's word that it now serves `version`, with the digest of what it really holds."""
+
+    engine: str
+    version: int
+    digest: str
+    reprefilled_tokens: int = 0
+    """Tokens of running answers whose keys and values are computed again under the new weights."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """How to draw tokens. Temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    stop: tuple[int, ...] = ()
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One answer to be generated.
+
+    A partial answer is resumed by naming how many of the last `tokens` were already sampled: they count towards
+    `max_tokens`, and the random stream of `seed` goes on where it stopped.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    resumed: int = 0
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """Newly sampled tokens of one request, all from one policy version."""
+
+    request: str
+    segment: Segment
+    finish: Finish | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since start, plus the present load."""
+
+    running: int
+    waiting: int
+    version: int
+    generated_tokens: int
+    prefilled_tokens: int
+    reprefilled_tokens: int
+    steps: int
+    busy_seconds: float

@@ -1,0 +1,1 @@
+"""Pipelines: one module per dataflow; the module is the diagram."""

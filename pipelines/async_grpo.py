@@ -1,0 +1,113 @@
+"""Asynchronous GRPO.
+
+    prompts -> admit -> generate (rollout actors) -> reward -> BUFFER -> accumulate -> step -> publish -+
+                 ^            ^                                          (as groups come)               |
+                 |            +----------------------- weights, version v -----------------------------+
+                 +------------------------------------ places return ----------------------------------+
+
+Back-pressure: `generate` waits in buffer.admit, which gives a place only where the group can still be trained on
+within `max_staleness` versions; `train` waits in buffer.take for the next complete groups. `max_staleness=0` is the
+synchronous loop: a place is given only after the weights that the group will be trained against were published.
+A resumed run first replays the recorded deliveries, then generation begins.
+"""
+
+import asyncio
+import time
+from collections import Counter
+
+from actors.fleet import Fleet
+from actors.trainer import Accumulated
+from asyncrl.config import Run
+from asyncrl.tasks.base import Task
+from asyncrl.types import Ticket
+from pipelines.evaluate import evaluate
+from pipelines.recorder import Recorder
+
+
+class AsyncGrpo:
+    """One run of the loop, from `first_step` to the last."""
+
+    def __init__(self, run: Run, fleet: Fleet, task: Task, recorder: Recorder, *, first_step: int) -> None:
+        self._run = run
+        self._fleet = fleet
+        self._task = task
+        self._recorder = recorder
+        self._first_step = first_step
+        self._may_generate = asyncio.Event()
+        self._load = Counter[int]()
+
+    async def run(self) -> None:
+        if self._first_step:
+            await self._fleet.publisher.publish()
+        else:
+            await self._evaluate(0)
+        self._recorder.begin()
+        async with asyncio.TaskGroup() as tasks:
+            generator = tasks.create_task(self._generate())
+            for step in range(self._first_step, self._run.steps):
+                await self._train_step(step)
+                await self._after_step(step + 1)
+            generator.cancel()
+        self._recorder.end()
+        await self._evaluate(self._run.steps)
+
+    async def _generate(self) -> None:
+        """Admit groups as fast as places come free; each runs as a task of its own."""
+        await self._may_generate.wait()
+        buffer = self._fleet.buffer
+        async with asyncio.TaskGroup() as groups:
+            for ticket in await buffer.reissue():
+                groups.create_task(self._rollout(ticket))
+            while True:
+                for ticket in await buffer.admit(timeout_s=self._run.flow.stall_timeout_s):
+                    groups.create_task(self._rollout(ticket))
+
+    async def _rollout(self, ticket: Ticket) -> None:
+        """One group on the least loaded engine."""
+        index = min(range(len(self._fleet.rollouts)), key=lambda i: self._load[i])
+        self._load[index] += len(ticket.samples)
+        try:
+            await self._fleet.rollouts[index].generate(ticket, self._task.prompt("train", ticket.group))
+        finally:
+            self._load[index] -= len(ticket.samples)
+
+    async def _train_step(self, step: int) -> None:
+        """Forward and backward on complete groups while the rest is generated; one update when the quota is in."""
+        flow, fleet = self._run.flow, self._fleet
+        done: list[Accumulated] = []
+        waited, taken = 0.0, 0
+        while taken < flow.groups_per_step:
+            if not self._may_generate.is_set() and not await fleet.buffer.replaying():
+                self._may_generate.set()
+            begun = time.time()
+            delivery = await fleet.buffer.take(
+                min_groups=flow.groups_per_take,
+                max_groups=flow.groups_per_step - taken,
+                timeout_s=flow.stall_timeout_s,
+            )
+            waited += time.time() - begun
+            self._recorder.span("wait_batch", begun, step=step, groups=len(delivery.groups))
+            done.append(await fleet.trainer.accumulate(delivery))
+            self._recorder.span("train", done[-1].started, step=step, groups=len(delivery.groups))
+            taken += len(delivery.groups)
+        report = await fleet.trainer.step()
+        await fleet.buffer.commit(step)
+        published = await fleet.publisher.publish()
+        await fleet.buffer.advance(published.version)
+        await self._recorder.step(step, report, published, done, waited, fleet)
+
+    async def _after_step(self, steps_done: int) -> None:
+        every = self._run.checkpoint.every
+        if steps_done == self._run.steps or (every and steps_done % every == 0):
+            begun = time.time()
+            await self._fleet.trainer.save()
+            self._recorder.span("checkpoint", begun, step=steps_done)
+        every = self._run.evaluation.every
+        if every and steps_done % every == 0 and steps_done < self._run.steps:
+            await self._evaluate(steps_done)
+
+    async def _evaluate(self, steps_done: int) -> None:
+        begun = time.time()
+        scores = await evaluate(self._run, self._fleet.rollouts, self._task)
+        if scores is not None:
+            self._recorder.evaluation(steps_done, begun, scores)

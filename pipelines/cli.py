@@ -1,0 +1,94 @@
+"""The command line. Heavy imports wait until a command needs them, so that help and refusals come at once."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import asyncrl
+from asyncrl import one_tree
+from asyncrl.errors import AsyncRLError
+
+OVERRIDES = """\
+settings are given as key=value, on top of configs/base.yaml:
+  experiment=quickstart         a named run; the CPU demo
+  name=my-run seed=1 steps=50   where it is written (runs/my-run), how it is drawn, how long
+  engine=native|fake            a choice with settings of its own: engine.max_batch=64
+  max_staleness=0               synchronous; 2 lets generation run up to two versions ahead
+  cluster=local|auto|ADDRESS    a Ray of its own, or one that is there; inprocess runs without
+  model=checkpoint model.path=DIRECTORY reward.function=my_reward.py:reward trainer.lr=1e-6
+`asyncrl plan --config` prints every setting with its value.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        one_tree.check()
+    except ImportError as error:
+        return _refuse(error)
+    try:
+        match options.command:
+            case "run":
+                return _run(options.overrides)
+            case "plan":
+                return _plan(options.overrides, config_only=options.config)
+            case _:
+                return _resume(options.run)
+    except AsyncRLError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        print("asyncrl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(overrides: Sequence[str]) -> int:
+    from pipelines.compose import compose
+
+    run = compose(overrides)
+    from pipelines.train import train
+
+    return train(run)
+
+
+def _plan(overrides: Sequence[str], *, config_only: bool) -> int:
+    from rich.console import Console
+
+    from pipelines.compose import compose, to_yaml
+    from pipelines.plan import preflight, show
+
+    run = compose(overrides)
+    if config_only:
+        print(to_yaml(run), end="")
+        return 0
+    console = Console(highlight=False)
+    show(run, console)
+    preflight(run)
+    console.print(f"nothing stands in its way: asyncrl run {' '.join(overrides)}")
+    return 0
+
+
+def _resume(directory: Path) -> int:
+    from pipelines.train import resume
+
+    return resume(directory)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"asyncrl: {error}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="asyncrl", description=asyncrl.__doc__)
+    parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (("run", "train"), ("plan", "say what would run and what it needs; refuse what cannot work")):
+        command = commands.add_parser(
+            name, help=text, epilog=OVERRIDES, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_argument("overrides", nargs="*", metavar="key=value")
+    commands.choices["plan"].add_argument("--config", action="store_true", help="print every setting and nothing else")
+    command = commands.add_parser("resume", help="continue a stopped or killed run")
+    command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    return parser

@@ -1,0 +1,86 @@
+"""Command line and YAML -> Run. The only file that imports Hydra, for its override grammar and its defaults lists.
+
+The YAML files hold only what differs from the structs, so every `key=value` is composed as one that may be new;
+whether the key exists is decided by the structs in `asyncrl.config`. Hydra neither changes the directory nor
+writes files nor touches logging here, and nothing is instantiated from YAML.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+import msgspec
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from asyncrl.config import Run, load
+from asyncrl.errors import ConfigError
+from asyncrl.refusals import did_you_mean
+
+CONFIGS = (Path(__file__).parent / "configs").resolve()
+
+
+def compose(overrides: Sequence[str]) -> Run:
+    """The run that `configs/base.yaml` and `overrides` describe, checked."""
+    normal = [_normal(override) for override in overrides]
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = hydra.compose("base", normal)
+        raw = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} is required: give it as {error.full_key}=VALUE") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"cannot compose {' '.join(overrides)}: {_first_line(error)}") from None
+    return load(cast(Mapping[str, Any], raw))
+
+
+def to_yaml(run: Run) -> str:
+    """Every setting of `run`; `from_yaml` gives the same run back."""
+    return msgspec.yaml.encode(run).decode()
+
+
+def from_yaml(path: Path) -> Run:
+    """The run that a resolved `config.yaml` describes."""
+    try:
+        raw = msgspec.yaml.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; is {path.parent} the directory of a run?") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return load(cast(dict[str, Any], raw))
+
+
+def _normal(text: str) -> str:
+    """`text` as Hydra must see it: a group's choice as it is, a value as one that may be new."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(
+            f"cannot read {text!r}: {_first_line(error)}; write key=value, and quote a value with special characters: "
+            "key='\"a=b\"'"
+        ) from None
+    key, value = override.key_or_group, override.value()
+    if not key:
+        raise ConfigError(f"cannot read {text!r}: write key=value")
+    if override.is_delete():
+        raise ConfigError(f"cannot delete with {text!r}: leave a setting out and it has its default")
+    if override.is_sweep_override():
+        raise ConfigError(f"{text!r} names several values; start one run for each")
+    if key.partition(".")[0] == "hydra":
+        raise ConfigError(f"unknown key {key}: Hydra itself cannot be configured here")
+    text = text.lstrip("+")
+    if not (CONFIGS / key).is_dir() or isinstance(value, dict):
+        return f"++{text}"
+    choices = [path.stem for path in (CONFIGS / key).glob("*.yaml")]
+    if value not in choices:
+        raise ConfigError(f"{text} does not exist: {did_you_mean(str(value), choices)}")
+    return text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

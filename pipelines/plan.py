@@ -1,0 +1,172 @@
+"""What would run, and what stands in its way, before anything expensive starts."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config import Checkpoint, JsonlTask, NativeEngine, Run, WarmStart
+from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.rewards.pool import check_function
+from pipelines.estimate import Needs, longest_prompt, model_config, needs
+
+SHARED_MEMORY = Path("/dev/shm")
+ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
+
+
+def preflight(run: Run) -> None:
+    """Raise ConfigError with everything that would make the run fail."""
+    found = problems(run)
+    if len(found) > 1:
+        raise ConfigError("\n  - ".join([f"{len(found)} problems", *found]))
+    if found:
+        raise ConfigError(found[0])
+
+
+def problems(run: Run) -> list[str]:
+    """A sentence for each thing that stands in the way, with the way out; empty when nothing does."""
+    return [*_place(run), *_cluster(run), *_reward(run), *_model(run)]
+
+
+def _place(run: Run) -> Iterator[str]:
+    directory = Path(run.root) / run.name
+    if directory.exists():
+        yield f"{directory} exists already: continue it with `asyncrl resume {directory}` or choose another name="
+    home = _existing(directory)
+    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
+        yield f"root={run.root}: {home} is not a directory that can be written to; choose another root="
+
+
+def _cluster(run: Run) -> Iterator[str]:
+    if run.cluster not in ("local", "auto", "inprocess") and not ADDRESS.fullmatch(run.cluster):
+        yield f"cluster={run.cluster} is neither local, auto, inprocess nor an address such as 10.0.0.1:6379"
+
+
+def _reward(run: Run) -> Iterator[str]:
+    try:
+        check_function(run.reward)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _model(run: Run) -> Iterator[str]:
+    """Problems of the model, of its prompts and of the room that both need."""
+    if isinstance(run.model, WarmStart) and isinstance(run.task, JsonlTask):
+        yield "model=warm_start writes its examples for task=chains only; use model=checkpoint model.path=DIRECTORY"
+        return
+    try:
+        model = model_config(run)
+        longest = longest_prompt(run) + run.rollout.max_tokens
+    except ConfigError as error:
+        yield str(error)
+        return
+    except CheckpointError as error:
+        yield f"model.path={run.model.path}: {error}" if isinstance(run.model, Checkpoint) else f"model: {error}"
+        return
+    if isinstance(run.engine, NativeEngine) and longest > run.engine.max_length:
+        yield (
+            f"engine.max_length={run.engine.max_length} is less than the longest prompt with rollout.max_tokens="
+            f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
+        )
+    yield from _room(run, needs(run, model, longest))
+
+
+def _room(run: Run, required: Needs) -> Iterator[str]:
+    if required.trajectories > run.buffer.max_bytes:
+        yield (
+            f"buffer.max_bytes={run.buffer.max_bytes} is less than one step of full-length answers: it might never be "
+            f"complete; set buffer.max_bytes={required.trajectories}"
+        )
+    disk = (run.checkpoint.keep + 1) * required.checkpoint + required.trajectories
+    free = shutil.disk_usage(_existing(Path(run.root))).free
+    if disk > free:
+        yield f"root={run.root} has {size(free)} free, and checkpoints with one step of trajectories take {size(disk)}"
+    if run.cluster not in ("local", "inprocess"):
+        return  # the memory of other machines is not known here
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if required.host(run) > memory:
+        yield (
+            f"this machine has {size(memory)} of memory and the run needs about {size(required.host(run))}: take a "
+            "smaller model, or lower engine.max_batch, trainer.token_budget or rollout.replicas"
+        )
+    if SHARED_MEMORY.is_dir() and 2 * required.published > (shared := shutil.disk_usage(SHARED_MEMORY).free):
+        yield (
+            f"{SHARED_MEMORY} has {size(shared)} free and two versions of the weights take "
+            f"{size(2 * required.published)}: enlarge it (docker: --shm-size)"
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The closest place above `path` that is there."""
+    return next(place for place in (path.resolve(), *path.resolve().parents) if place.exists())
+
+
+def show(run: Run, console: Console) -> None:
+    """Print who would run, what one step is made of, and what moves between the actors."""
+    groups, samples = run.flow.groups_per_step, run.rollout.group_size
+    console.print(f"[bold]{run.name}[/bold]: {run.steps} steps into {Path(run.root) / run.name}", highlight=False)
+    console.print(
+        f"1 step = {groups} prompts x {samples} = {run.samples_per_step} samples; "
+        f"training begins with the first {run.flow.groups_per_take} complete groups; "
+        f"up to {run.capacity_groups} groups admitted ahead; {_staleness(run)}"
+    )
+    try:
+        model = model_config(run)
+        longest = longest_prompt(run) + run.rollout.max_tokens
+    except AsyncRLError:
+        return  # `preflight` says why
+    required = needs(run, model, longest)
+    console.print(
+        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} in fp32; "
+        f"longest prompt with its answer {longest} tokens"
+    )
+    console.print(_actors(run, required), _edges(run, required))
+    total = run.steps * required.trajectories
+    console.print(
+        f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk at most "
+        f"{size((run.checkpoint.keep + 1) * required.checkpoint)} of checkpoints and {size(total)} of trajectories"
+    )
+
+
+def _staleness(run: Run) -> str:
+    if run.max_staleness == 0:
+        return "synchronous: every token is of the version that is trained"
+    return f"the oldest token at most {run.max_staleness} version{'s' * (run.max_staleness > 1)} old"
+
+
+def _actors(run: Run, required: Needs) -> Table:
+    table = Table("actor", "processes", "CPUs each", "memory each, at most about", title="actors", title_justify="left")
+    threads = run.engine.threads if isinstance(run.engine, NativeEngine) else 1
+    kv = f"KV cache {size(required.kv_cache)}"
+    optimizer = f"weights, gradients and Adam {size(required.optimizer)}, activations {size(required.activations)}"
+    rows = [
+        (f"rollout ({run.engine.__struct_config__.tag})", run.rollout.replicas, threads, required.rollout, kv),
+        (f"trainer ({run.algorithm.__struct_config__.tag})", 1, run.trainer.threads, required.trainer, optimizer),
+    ]
+    for name, processes, cpus, memory, parts in rows:
+        table.add_row(name, str(processes), str(cpus), f"{size(memory)} ({parts})")
+    table.add_row("buffer", "1", "shared", f"up to {size(run.buffer.max_bytes)} of trajectories, on disk")
+    table.add_row("reward", f"1 + {run.reward.workers}", "shared", run.reward.function)
+    return table
+
+
+def _edges(run: Run, required: Needs) -> Table:
+    table = Table("edge", "each step", title="traffic", title_justify="left")
+    table.add_row("rollout -> buffer -> trainer", f"at most {size(required.trajectories)} of trajectories")
+    table.add_row(
+        f"trainer -> {run.rollout.replicas} x rollout", f"{size(required.published)} of weights, read by each"
+    )
+    return table
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,130 @@
+"""What a run leaves behind while it runs: one metrics row a step, events, progress. The summary is made from them."""
+
+import io
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.fleet import Fleet
+from actors.publisher import Published
+from actors.trainer import Accumulated
+from asyncrl.config import Run
+from asyncrl.rundir import Events, RunDirectory, read_events, replace
+from asyncrl.training.report import StepReport
+from pipelines.evaluate import Scores
+from pipelines.progress import Progress
+
+METRICS_SECONDS = 5.0
+"""At most this long between two writes of metrics.parquet."""
+Row = dict[str, Any]
+
+
+class Recorder:
+    """Writes into the run directory. A resumed run keeps the rows before its first step and replaces the others."""
+
+    def __init__(self, run: Run, directory: RunDirectory, progress: Progress, *, first_step: int) -> None:
+        self._run = run
+        self._directory = directory
+        self._progress = progress
+        self._events = Events(directory.events)
+        self.rows: list[Row] = [row for row in _read_rows(directory) if row["step"] < first_step]
+        self.evaluations: dict[int, Row] = {
+            event["step"]: event["scores"] for event in read_events(directory.events) if event["kind"] == "evaluation"
+        }
+        self._written = 0.0
+        self._loop_started = 0.0
+        self._earlier_seconds = self.rows[-1]["loop_seconds"] if self.rows else 0.0
+        self._generated_before = self.rows[-1]["generated_tokens"] if self.rows else 0
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._events.write(kind, **fields)
+
+    def span(self, kind: str, start: float, **fields: Any) -> None:
+        self._events.write(kind, start=start, **fields)
+
+    def begin(self) -> None:
+        self._loop_started = time.time()
+        self.event("loop_started")
+
+    def end(self) -> None:
+        self.event("loop_ended")
+        self.write_metrics()
+
+    @property
+    def loop_seconds(self) -> float:
+        """Time spent in the training loop, over every attempt of the run."""
+        return self._earlier_seconds + time.time() - self._loop_started
+
+    async def step(
+        self,
+        step: int,
+        report: StepReport,
+        published: Published,
+        done: Sequence[Accumulated],
+        waited: float,
+        fleet: Fleet,
+    ) -> None:
+        """Take down one step; the buffer and the engines are asked for their state once."""
+        stats = [await rollout.stats() for rollout in fleet.rollouts]
+        ledger = await fleet.buffer.ledger()
+        rewards = [reward for part in done for reward in part.rewards]
+        staleness = [age for part in done for age in part.staleness]
+        lengths = [length for part in done for length in part.lengths]
+        row: Row = {
+            "step": step,
+            "version": report.version,
+            "time": time.time(),
+            "loop_seconds": self.loop_seconds,
+            "samples": report.samples,
+            "tokens": report.tokens,
+            "reward": sum(rewards) / len(rewards),
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "skipped": report.skipped,
+            **report.figures,
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": max(staleness),
+            "length_mean": sum(lengths) / len(lengths),
+            "length_max": max(lengths),
+            "wait_seconds": waited,
+            "train_seconds": sum(part.seconds for part in done),
+            "sync_seconds": published.seconds,
+            "reprefilled_tokens": published.reprefilled_tokens,
+            "generated_tokens": self._generated_before + sum(s.generated_tokens for s in stats),
+            "running": sum(s.running for s in stats),
+            "waiting": sum(s.waiting for s in stats),
+            "in_flight": ledger.in_flight,
+            "buffered": ledger.buffered,
+            "dropped": sum(ledger.dropped.values()),
+            "first_work": min(part.started for part in done),
+            "first_wave_finished": max(part.first_wave_finished for part in done),
+        }
+        self.rows.append(row)
+        self._progress.step(row)
+        if time.time() - self._written > METRICS_SECONDS:
+            self.write_metrics()
+
+    def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
+        self.evaluations[steps_done] = {
+            name: getattr(scores, name) for name in scores.__struct_fields__
+        }
+        self.span("evaluation", start, step=steps_done, scores=scores)
+        self._progress.evaluation(steps_done, scores)
+
+    def write_metrics(self) -> None:
+        if self.rows:
+            sink = io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(self.rows), sink)
+            replace(self._directory.metrics, sink.getvalue())
+        self._written = time.time()
+
+    def close(self) -> None:
+        self.write_metrics()
+        self._events.close()
+
+
+def _read_rows(directory: RunDirectory) -> list[Row]:
+    return pq.read_table(directory.metrics).to_pylist() if directory.metrics.exists() else []

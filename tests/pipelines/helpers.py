@@ -1,0 +1,64 @@
+"""Small real runs of the quickstart task, as subprocesses, the way a user starts them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+COMMAND = str(Path(sys.executable).with_name("asyncrl"))
+SMALL = (
+    "experiment=quickstart",
+    "cluster=inprocess",
+    "steps=4",
+    "model.steps=40",
+    "flow.groups_per_step=4",
+    "flow.groups_per_take=1",
+    "rollout.group_size=4",
+    "evaluation.prompts=16",
+    "checkpoint.every=1",
+    "checkpoint.keep=100",
+)
+"""A run of a few seconds; the warm start is too short to be any good, the bookkeeping is the same."""
+
+
+def start(root: Path, *overrides: str) -> "subprocess.Popen[str]":
+    command = [COMMAND, "run", *SMALL, f"root={root}", "name=run", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment())
+
+
+def finish(process: "subprocess.Popen[str]", *, timeout: float = 240) -> str:
+    """Wait for a success; a failure shows what the run printed."""
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+def resume(directory: Path) -> str:
+    command = [COMMAND, "resume", str(directory)]
+    return finish(
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment())
+    )
+
+
+def summary(root: Path) -> dict[str, Any]:
+    return json.loads((root / "run" / "summary.json").read_text())
+
+
+def kill_after_step(process: "subprocess.Popen[str]", root: Path, step: int) -> None:
+    """SIGKILL the driver once the checkpoint after `step` is there: somewhere inside a later step."""
+    wanted = root / "run" / "checkpoints" / f"step-{step}"
+    deadline = time.monotonic() + 180
+    while not wanted.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{wanted} did not appear"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,0 +1,116 @@
+"""The rules of the house that a machine can check: who imports whom, what a bare import loads, how long things get."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("asyncrl", "actors", "pipelines")
+FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 60
+
+UNSAFE = {
+    "pickle runs code on load": re.compile(r"\bimport (cloud)?pickle\b|\bfrom (cloud)?pickle\b|\bpickle\.loads?\("),
+    "torch.load unpickles": re.compile(r"\btorch\.load\("),
+    "shell=True lets a value become a command": re.compile(r"\bshell=True\b"),
+    "eval and exec run what they are given": re.compile(r"(?<![\w.])(eval|exec)\("),
+    "yaml.load builds any object": re.compile(r"\byaml\.(unsafe_)?load\("),
+    "os.system is a shell": re.compile(r"\bos\.(system|popen)\("),
+}
+
+
+def python(code: str, *, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_import_contracts() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run(
+        [linter, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stdout
+
+
+def test_required_at_run_time_only_where_allowed() -> None:
+    """`require(...)` hides an import from the linter, so its callers are checked here."""
+    allowed = {"ray": {"actors/spawn.py", "pipelines/placement.py"}, "hydra": {"pipelines/compose.py"}}
+    for module, places in allowed.items():
+        pattern = re.compile(rf"""(require|import_module)\(["']{module}\b""")
+        users = {str(path.relative_to(REPOSITORY)) for path in FILES if pattern.search(path.read_text())}
+        assert users <= places
+
+
+@pytest.mark.parametrize(
+    "modules",
+    ["asyncrl, asyncrl.config, asyncrl.types, asyncrl.errors", "pipelines.cli", "pipelines.compose, pipelines.plan"],
+)
+def test_light_imports(modules: str, tmp_path: Path) -> None:
+    heavy = {"torch", "ray", "vllm", "cupy", "transformers"} | ({"hydra"} if "compose" not in modules else set())
+    result = python(f"import sys, {modules}; print(*sorted({heavy!r} & set(sys.modules)))", cwd=tmp_path)
+    assert (result.stdout.strip(), result.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_short_files_and_functions(path: Path) -> None:
+    source = path.read_text()
+    lines = len(source.splitlines())
+    assert lines <= LONGEST_FILE
+    too_long = [name for name, lines in functions(ast.parse(source)) if lines > LONGEST_FUNCTION]
+    assert not too_long
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_no_unsafe_calls() -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{number}: {why}"
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for why, pattern in UNSAFE.items()
+        if pattern.search(line)
+    ]
+    assert not found
+
+
+def test_unsafe_patterns_see_what_they_should() -> None:
+    bad = ["import pickle", "torch.load(p)", "run(c, shell=True)", "eval(x)", "yaml.load(f)", "os.system(c)"]
+    fine = ["model.eval()", "msgspec.yaml.decode(x)", "loader.exec_module(m)", "# unpickled", "tree.load(x)"]
+    assert all(any(pattern.search(line) for pattern in UNSAFE.values()) for line in bad)
+    assert not any(pattern.search(line) for line in fine for pattern in UNSAFE.values())
+
+
+def test_guard_accepts_this_checkout(tmp_path: Path) -> None:
+    result = python("from asyncrl import one_tree; one_tree.check()", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_guard_refuses_a_foreign_actors_folder(tmp_path: Path) -> None:
+    """`python -c` puts the current directory first on the path, as Ray does for its workers."""
+    (tmp_path / "actors").mkdir()
+    (tmp_path / "actors" / "__init__.py").touch()
+    result = python("from asyncrl import one_tree; one_tree.check()", cwd=tmp_path)
+    assert result.returncode == 1
+    assert f"actors from {tmp_path.resolve()}" in result.stderr
+    assert "must come from one place" in result.stderr
+
+
+def test_guard_stops_the_command(tmp_path: Path) -> None:
+    (tmp_path / "actors").mkdir()
+    (tmp_path / "actors" / "__init__.py").touch()
+    result = python("from pipelines.cli import main; raise SystemExit(main(['plan']))", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("asyncrl: asyncrl, actors and pipelines must come from one place")
+    assert "Traceback" not in result.stderr

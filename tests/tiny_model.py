@@ -1,0 +1,48 @@
+"""Tiny random checkpoints, written by transformers, to compare with it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+SHAPE = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """Each family with everything that sets it apart switched on."""
+    own: dict[str, Any]
+    if family == "llama":
+        own = {"attention_bias": True, "mlp_bias": True, "rope_parameters": dict(LLAMA3_ROPE)}
+        return LlamaConfig(**SHAPE | own | changes)
+    if family == "qwen2":
+        return Qwen2Config(**SHAPE | {"tie_word_embeddings": True} | changes)
+    return Qwen3Config(**SHAPE | {"head_dim": 16} | changes)
+
+
+def tiny_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Save a model with weights of a size that makes tokens unevenly likely; returns it for comparison."""
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.2 * noise if "norm" in name else 0.3 * noise
+    model.save_pretrained(directory)
+    return model

@@ -1,0 +1,185 @@
+"""The learner: packing, gradient equality, exact resume."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.settings import Grpo, TokenTis
+from asyncrl.config import Trainer
+from asyncrl.errors import CheckpointError
+from asyncrl.training import checkpoint
+from asyncrl.training.checkpoint import TrainingManifest
+from asyncrl.training.learner import Learner
+from asyncrl.training.packing import Sample, pack
+from asyncrl.types import Group, Segment, Slot, Trajectory
+from tests.tiny_model import make_checkpoint
+
+VOCABULARY = 48
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", vocabulary=VOCABULARY)
+
+
+def _learner(model_path: Path, *, token_budget: int = 4096) -> Learner:
+    settings = Trainer(lr=1e-3, token_budget=token_budget, grad_clip=1e9)
+    return Learner(model_path, settings, Grpo(), TokenTis(), temperature=1.0)
+
+
+def _groups(count: int, seed: int = 0) -> list[Group]:
+    """Groups with uneven lengths, answers of two policy versions, rewards 0 and 1."""
+    rng = np.random.default_rng(seed)
+    groups: list[Group] = []
+    for group in range(count):
+        prompt = Segment.given(rng.integers(0, VOCABULARY, rng.integers(3, 9)))
+        trajectories: list[Trajectory] = []
+        for sample in range(4):
+            parts = [rng.integers(1, 12), rng.integers(1, 30)]
+            answer = [
+                Segment.sampled(rng.integers(0, VOCABULARY, n), rng.uniform(-4.5, -3, n), version)
+                for version, n in enumerate(parts)
+            ]
+            trajectories.append(
+                Trajectory(
+                    slot=Slot(group, sample),
+                    prompt="p",
+                    segments=(prompt, *answer),
+                    reward=float(sample % 2),
+                    finish="stop",
+                    started=0.0,
+                    finished=1.0,
+                    engine="e",
+                )
+            )
+        groups.append(Group(id=group, trajectories=tuple(trajectories)))
+    return groups
+
+
+def _gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None}
+
+
+def test_packing_keeps_every_sampled_token_once_and_within_the_budget():
+    samples = [Sample.of(t, 1.0) for group in _groups(5) for t in group.trajectories]
+    batches = list(pack(samples, token_budget=64))
+    assert len(batches) > 3
+    for batch in batches:
+        assert batch.tokens_T.numel() <= 64 or len(batch.lengths) == 1
+        assert sum(batch.lengths) == batch.tokens_T.numel()
+        # what is predicted from position i is the token at i + 1
+        assert torch.equal(batch.tokens_T[batch.predict_L + 1], batch.target_L)
+    assert sum(batch.target_L.numel() for batch in batches) == sum(int(s.sampled.sum()) for s in samples)
+    found = sorted(float(x) for batch in batches for x in batch.behaviour_logp_L)
+    assert found == sorted(float(x) for s in samples for x in s.logprobs[s.sampled])
+
+
+def test_packed_log_probabilities_equal_those_of_each_sample_alone(model_path: Path):
+    learner = _learner(model_path)
+    samples = [Sample.of(t, 1.0) for group in _groups(3) for t in group.trajectories]
+    (together,) = pack(samples, token_budget=10_000)
+    alone = [learner.token_logprobs(batch) for batch in pack(samples, token_budget=1)]
+    assert torch.allclose(learner.token_logprobs(together), torch.cat(alone), atol=1e-5)
+
+
+def test_gradient_of_many_early_micro_batches_equals_that_of_one_batch(model_path: Path):
+    groups = _groups(6)
+    whole, streamed = _learner(model_path), _learner(model_path, token_budget=50)
+    whole.accumulate(groups)
+    for group in reversed(groups):  # groups complete in any order
+        streamed.accumulate([group])
+    expected, found = _gradients(whole), _gradients(streamed)
+    first, second = whole.step(), streamed.step()
+    assert (first.tokens, first.samples) == (second.tokens, second.samples)
+    assert second.loss == pytest.approx(first.loss, rel=1e-5)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name] / second.tokens, gradient / first.tokens, atol=1e-6), name
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+    assert second.figures == pytest.approx(first.figures, rel=1e-4)
+
+
+def test_loss_is_the_token_mean_over_the_whole_step_not_a_mean_of_means(model_path: Path):
+    """Against a direct computation in one expression, from the definition."""
+    groups = _groups(2)
+    learner = _learner(model_path)
+    total, count = torch.zeros(()), 0
+    for group in groups:
+        for trajectory in group.trajectories:
+            sample = Sample.of(trajectory, 1.0 if trajectory.reward else -1.0)
+            (batch,) = pack([sample], 10_000)
+            logp = learner.token_logprobs(batch).detach()
+            weight = (logp - batch.behaviour_logp_L).exp().clamp(max=2.0)
+            total = total - (weight * sample.advantage).sum()
+            count += logp.numel()
+    learner.accumulate(groups)
+    assert learner.step().loss == pytest.approx(total.item() / count, rel=1e-4)
+
+
+def test_groups_without_contrast_count_tokens_but_cost_no_gradient(model_path: Path):
+    (group,) = _groups(1)
+    flat = [Trajectory(**{f: getattr(t, f) for f in t.__struct_fields__} | {"reward": 1.0}) for t in group.trajectories]
+    learner = _learner(model_path)
+    learner.accumulate([Group(id=0, trajectories=tuple(flat))])
+    report = learner.step()
+    assert report.tokens == sum(t.sampled_tokens for t in flat)
+    assert report.grad_norm == 0.0
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(model_path: Path):
+    learner = _learner(model_path)
+    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+    learner.accumulate(_groups(1))
+    next(learner.model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+    report = learner.step()
+    assert report.skipped
+    assert report.version == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.tensors())
+
+
+def test_restored_training_continues_bit_for_bit(model_path: Path, tmp_path: Path):
+    straight = _learner(model_path)
+    for seed in range(4):
+        straight.accumulate(_groups(2, seed))
+        straight.step()
+        if seed == 1:
+            manifest = TrainingManifest(step=2, samples_trained=16, consumed=((0, 3),))
+            saved = checkpoint.save(straight, tmp_path, manifest, model_path=model_path, keep=2)
+    resumed = _learner(model_path)
+    assert checkpoint.restore(resumed, saved) == manifest
+    for seed in (2, 3):
+        resumed.accumulate(_groups(2, seed))
+        resumed.step()
+    assert resumed.version == straight.version
+    expected = dict(straight.tensors())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.tensors())
+
+
+def test_checkpoints_are_whole_pruned_and_named_by_step(model_path: Path, tmp_path: Path):
+    learner = _learner(model_path)
+    for step in range(1, 5):
+        learner.accumulate(_groups(1))
+        learner.step()
+        manifest = TrainingManifest(step=step, samples_trained=4 * step, consumed=())
+        checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=2)
+    (tmp_path / ".step-9.partial").mkdir()  # what a kill in mid-save leaves behind
+    assert [step for step, _ in checkpoint.numbered(tmp_path)] == [3, 4]
+    assert Learner(tmp_path / "step-4", Trainer(), Grpo(), TokenTis(), temperature=1.0).version == 0
+
+
+def test_a_damaged_manifest_names_the_way_out(model_path: Path, tmp_path: Path):
+    learner = _learner(model_path)
+    learner.accumulate(_groups(1))
+    learner.step()
+    manifest = TrainingManifest(step=1, samples_trained=4, consumed=())
+    saved = checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=1)
+    (saved / checkpoint.MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match=r"remove .*step-1 to resume"):
+        checkpoint.restore(learner, saved)
+
+
+def test_consumed_ids_become_ranges_and_a_repeat_is_refused():
+    assert checkpoint.ranges([3, 1, 2, 7]) == ((1, 3), (7, 7))
+    with pytest.raises(ValueError, match="group 2 was consumed twice"):
+        checkpoint.ranges([1, 2, 2])
