@@ -44,6 +44,7 @@ class BufferActor:
             groups_per_step=run.flow.groups_per_step,
             max_staleness=run.max_staleness,
             group_timeout_s=run.flow.group_timeout_s,
+            total_steps=run.steps,
             restore_step=restore_step,
             sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
         )
@@ -170,4 +171,6 @@ class BufferActor:
             parts.append(f"the oldest is group {status.oldest_group}, which lacks samples {missing}")
         if status.refusal:
             parts.append(f"no new group is admitted ({status.refusal})")
+        if dropped := self._store.ledger().dropped:
+            parts.append("samples dropped so far: " + ", ".join(f"{n} {reason}" for reason, n in dropped.items()))
         return "; ".join(parts)

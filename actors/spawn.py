@@ -4,9 +4,10 @@ A class is written once, with async methods; `InProcess` builds it here, `OnRay`
 returns a proxy with the same awaitable methods, so a pipeline cannot tell them apart and pyright checks both alike.
 """
 
+import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from math import ceil
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -15,7 +16,6 @@ import msgspec
 
 from asyncrl import one_tree
 from asyncrl.errors import ActorError, AsyncRLError, ConfigError
-from asyncrl.optional import require
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,7 +53,8 @@ class OnRay:
     async def spawn(
         self, name: str, resources: Resources, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        ray = require("ray", extra="ray")
+        import ray
+
         remote = ray.remote(cls).options(
             name=name,
             num_cpus=resources.cpus,
@@ -62,7 +63,7 @@ class OnRay:
             max_restarts=0,
             max_task_retries=0,
         )
-        handle = remote.remote(*args, **kwargs)
+        handle: Any = remote.remote(*args, **kwargs)
         # Ray puts the driver's directory on the worker's path, where a foreign `actors/` folder would win.
         await handle.__ray_call__.remote(_check_one_tree)
         return cast(T, _Proxy(name, handle))
@@ -85,8 +86,9 @@ class _Proxy:
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
+        from ray import exceptions
+
         remote = getattr(self._handle, method)
-        exceptions = require("ray.exceptions", extra="ray")
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -102,23 +104,24 @@ class _Proxy:
 
 
 @contextmanager
-def cluster(address: str, *, cpus: float) -> Iterator[Spawner]:
+def cluster(address: str, *, cpus: float) -> Generator[Spawner, None, None]:
     """`inprocess`, a local Ray of our own (`local`), or an existing one (`auto` or an address)."""
     if address == "inprocess":
         yield InProcess()
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a notice about GPU visibility
     if address == "local":
-        # Set before ray is imported, which reads it once. The token travels in the environment of our own processes:
-        # never in a file, an argument or a log.
+        # The token travels in the environment of our own processes: never in a file, an argument or a log.
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        ray = require("ray", extra="ray")
-        ray.init(num_cpus=max(ceil(cpus), os.cpu_count() or 1), include_dashboard=False, logging_level="ERROR")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # on a machine of our own the actors are the work
+    import ray  # not earlier: it reads its environment once
+
+    if address == "local":
+        ray.init(num_cpus=max(ceil(cpus), os.cpu_count() or 1), include_dashboard=False, logging_level=logging.ERROR)
     else:
-        ray = require("ray", extra="ray")
         try:
-            ray.init(address=address, logging_level="ERROR")
+            ray.init(address=address, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise ConfigError(f"cluster={address}: no Ray answers there ({error}); use cluster=local") from None
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -43,9 +44,14 @@ class TrainerActor:
         self._learner = Learner(
             model_path, run.trainer, run.algorithm, run.correction, temperature=run.rollout.temperature
         )
-        self._writer = SharedMemoryWriter(self._learner.tensors, prefix=run.name)
+        self._writer = SharedMemoryWriter(self._served_tensors, prefix=run.name)
         self._consumed: list[int] = []
         self._samples_trained = 0
+
+    def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the precision that engines serve, so that both sides digest the same bytes."""
+        dtype = torch.bfloat16 if self._run.rollout.precision == "bf16" else torch.float32
+        return ((name, tensor.to(dtype)) for name, tensor in self._learner.tensors())
 
     async def restore(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of optimizer steps it holds."""

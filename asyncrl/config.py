@@ -81,8 +81,12 @@ class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
     """Number of operations of the middle problem."""
     max_size: Annotated[int, Meta(ge=2, le=25)] = 24
     """There is one letter for each label, and the first is the start's."""
-    size_spread: NonNegative = 0.8
+    size_spread: NonNegative = 0.7
     """Spread of the log-normal size distribution."""
+
+    def __post_init__(self) -> None:
+        if self.median_size > self.max_size:
+            raise ValueError(f"median_size={self.median_size} is more than max_size={self.max_size}")
 
 
 class JsonlTask(Settings, frozen=True, tag_field="type", tag="jsonl"):

@@ -61,7 +61,7 @@ def _plan(overrides: Sequence[str], *, config_only: bool) -> int:
     if config_only:
         print(to_yaml(run), end="")
         return 0
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     show(run, console)
     preflight(run)
     console.print(f"nothing stands in its way: asyncrl run {' '.join(overrides)}")

@@ -18,7 +18,7 @@ SAVED = 3 * FLOAT
 """Bytes per parameter in a checkpoint: weight and moments."""
 TOKEN = 3 * 4
 """Bytes of a token in a trajectory: id, log-probability, policy version."""
-ROW = 1024
+ROW = 2048
 """Bytes of a trajectory besides its tokens, rounded up."""
 PROCESS = 300 << 20
 """A process that has imported torch."""

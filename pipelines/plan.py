@@ -108,7 +108,7 @@ def _existing(path: Path) -> Path:
 def show(run: Run, console: Console) -> None:
     """Print who would run, what one step is made of, and what moves between the actors."""
     groups, samples = run.flow.groups_per_step, run.rollout.group_size
-    console.print(f"[bold]{run.name}[/bold]: {run.steps} steps into {Path(run.root) / run.name}", highlight=False)
+    console.print(f"{run.name}: {run.steps} steps into {Path(run.root) / run.name}", style="bold")
     console.print(
         f"1 step = {groups} prompts x {samples} = {run.samples_per_step} samples; "
         f"training begins with the first {run.flow.groups_per_take} complete groups; "

@@ -108,9 +108,7 @@ class Recorder:
             self.write_metrics()
 
     def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
-        self.evaluations[steps_done] = {
-            name: getattr(scores, name) for name in scores.__struct_fields__
-        }
+        self.evaluations[steps_done] = {name: getattr(scores, name) for name in scores.__struct_fields__}
         self.span("evaluation", start, step=steps_done, scores=scores)
         self._progress.evaluation(steps_done, scores)
 

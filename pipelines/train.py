@@ -125,13 +125,15 @@ async def _place(
     """Start every actor. Those that only hand things on take no core of their own."""
     buffer = await spawner.spawn("buffer", CONTROL, BufferActor, run, directory.trajectories.resolve(), restore_step)
     reward = await spawner.spawn("reward", CONTROL, RewardActor, run.reward)
-    trainer, *rollouts = await asyncio.gather(
-        spawner.spawn("trainer", COMPUTE, TrainerActor, run, model_path, directory.checkpoints.resolve(), buffer),
-        *(
-            spawner.spawn(f"rollout-{i}", COMPUTE, RolloutActor, run, model_path, f"rollout-{i}", buffer, reward)
-            for i in range(run.rollout.replicas)
-        ),
-    )
+    async with asyncio.TaskGroup() as tasks:
+        starting_trainer = tasks.create_task(
+            spawner.spawn("trainer", COMPUTE, TrainerActor, run, model_path, directory.checkpoints.resolve(), buffer)
+        )
+        starting_rollouts = [
+            tasks.create_task(spawner.spawn(name, COMPUTE, RolloutActor, run, model_path, name, buffer, reward))
+            for name in (f"rollout-{index}" for index in range(run.rollout.replicas))
+        ]
+    trainer, rollouts = starting_trainer.result(), [task.result() for task in starting_rollouts]
     await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
     publisher = Publisher(trainer, rollouts, timeout_s=run.flow.stall_timeout_s)
     return Fleet(buffer=buffer, reward=reward, rollouts=rollouts, trainer=trainer, publisher=publisher)

@@ -15,6 +15,8 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",

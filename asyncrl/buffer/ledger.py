@@ -56,6 +56,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     sample_bytes: int
     """First guess of the size of a sample; the largest seen replaces it when it is larger."""
+    total_steps: int | None = None
+    """The run ends after this many, so nothing is admitted that they cannot take; None has no end."""
 
     @property
     def begun(self) -> Begun:
@@ -112,8 +114,6 @@ class Book:
         self._in_flight = self._buffered = self._consumed = 0
         self._drops: Counter[str] = Counter()
 
-    # -- views ---------------------------------------------------------------------------------------------------
-
     def counts(self) -> Ledger:
         return Ledger(
             leased=self.next_group * self.terms.group_size,
@@ -148,10 +148,9 @@ class Book:
                 return False
         return True
 
-    # -- decisions -----------------------------------------------------------------------------------------------
-
     def admission(self, now: float) -> Admitted | Refusal:
-        places = self.places(self.version + self.terms.max_staleness)
+        last, total = self.version + self.terms.max_staleness, self.terms.total_steps
+        places = self.places(last if total is None else min(last, total - 1))
         if len(self.waiting) >= places:
             unpublished = f", version {self.step} is not published" if self.version < self.step else ""
             return Refusal(f"staleness: {len(self.waiting)} groups wait to be trained{unpublished}")
@@ -203,8 +202,6 @@ class Book:
                 return Choice(tuple(stale), tuple(chosen), reserved=True)
             due[expiry] -= 1
         return Choice(tuple(stale), tuple(chosen), reserved=False)
-
-    # -- events --------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
         match event:

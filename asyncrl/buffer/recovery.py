@@ -29,9 +29,9 @@ class Sample(NamedTuple):
 
 
 def check(payload: bytes) -> Sample:
-    """Decode a payload, or raise ValueError with what is wrong with it."""
-    trajectory = arrow.decode(payload)
-    return Sample(trajectory.slot, payload, trajectory.sampled_tokens, trajectory.oldest_version)
+    """Read a payload, or raise ValueError with what is wrong with it."""
+    row = arrow.read_row(payload)
+    return Sample(row.slot, payload, row.sampled_tokens, row.oldest_version)
 
 
 class History(NamedTuple):

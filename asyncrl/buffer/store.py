@@ -49,6 +49,7 @@ class TrajectoryBuffer:
         groups_per_step: int,
         max_staleness: int,
         group_timeout_s: float,
+        total_steps: int | None = None,
         restore_step: int | None = None,
         sample_bytes: int = SAMPLE_BYTES,
     ) -> None:
@@ -61,6 +62,7 @@ class TrajectoryBuffer:
             group_timeout_s=group_timeout_s,
             max_bytes=settings.max_bytes,
             sample_bytes=sample_bytes,
+            total_steps=total_steps,
         )
         self._directory = directory
         home = None if settings.durability == "memory" else directory

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterable
 from itertools import pairwise
 from math import isfinite
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import pyarrow
@@ -37,6 +37,8 @@ COLUMNS = {
 SCHEMA: Any = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
 """`logprobs` is 0 and `versions` is -1 where a token was given to the model."""
 
+BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33)
+"""Which buffers of a row are validity bitmaps: a number has one buffer more, a text two, a list one and its items."""
 FINISHES: tuple[str, ...] = get_args(Finish)
 
 
@@ -61,35 +63,84 @@ def encode(trajectory: Trajectory) -> bytes:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize().to_pybytes()
 
 
-def decode(payload: bytes) -> Trajectory:
-    """Read a payload back, or raise ValueError with what is wrong with it."""
+class Row(NamedTuple):
+    """A checked payload, its lists as views into it: for those who need not hold a Trajectory."""
+
+    slot: Slot
+    prompt: str
+    engine: str
+    precision: str
+    finish: str
+    reward: float
+    started: float
+    finished: float
+    tokens: Ints
+    logprobs: Floats
+    runs: tuple[tuple[int, int, int], ...]
+    """Start, stop and version of each run of tokens with one version."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(stop - start for start, stop, version in self.runs if version != GIVEN)
+
+    @property
+    def oldest_version(self) -> int:
+        return min((version for _, _, version in self.runs if version != GIVEN), default=GIVEN)
+
+
+def read_row(payload: bytes) -> Row:
+    """Check all of a payload, or raise ValueError with what is wrong with it."""
     batch = _read_batch(payload)
     try:
         batch.validate(full=True)
     except pa.ArrowException as error:
         raise ValueError(f"not a trajectory payload: {error}") from None
-    columns = batch.columns
-    if batch.num_rows != 1 or any(column.null_count for column in columns):
-        raise ValueError(f"a trajectory payload holds one row without nulls; this one has {batch.num_rows} rows")
-    group, sample, prompt, engine, precision, finish, reward, started, finished = (
-        column[0].as_py() for column in columns[:9]
+    if batch.num_rows != 1:
+        raise ValueError(f"a trajectory payload holds one row, not {batch.num_rows}")
+    # One call for the buffers of all columns: a Python object for each column would cost more than the rest.
+    buffers = batch.to_struct_array().buffers()
+    if any(buffers[i] is not None for i in BITMAPS):
+        raise ValueError("a trajectory payload holds no nulls, but this one has a validity bitmap")
+    row = Row(
+        slot=Slot(_as_number("<q", buffers[2]), _as_number("<i", buffers[4])),
+        prompt=_as_text(*buffers[6:8]),
+        engine=_as_text(*buffers[9:11]),
+        precision=_as_text(*buffers[12:14]),
+        finish=_as_text(*buffers[15:17]),
+        reward=_as_number("<d", buffers[18]),
+        started=_as_number("<d", buffers[20]),
+        finished=_as_number("<d", buffers[22]),
+        tokens=_as_array(np.int32, buffers[24], buffers[26]),
+        logprobs=_as_array(np.float32, buffers[28], buffers[30]),
+        runs=_runs(_as_array(np.int32, buffers[32], buffers[34])),
     )
-    tokens = _values(columns[9], np.dtype(np.int32))
-    logprobs = _values(columns[10], np.dtype(np.float32))
-    versions = _values(columns[11], np.dtype(np.int32))
-    trajectory = Trajectory(
-        slot=Slot(group, sample),
-        prompt=prompt,
-        segments=_segments(tokens, logprobs, versions),
-        reward=reward,
-        finish=finish,
-        started=started,
-        finished=finished,
-        engine=engine,
-        precision=precision,
+    if complaint := _complaint(row):
+        raise ValueError(f"trajectory of group {row.slot.group}, sample {row.slot.sample}: {complaint}")
+    return row
+
+
+def decode(payload: bytes) -> Trajectory:
+    """Read a payload back, or raise ValueError with what is wrong with it."""
+    row = read_row(payload)
+    segments = (
+        Segment(
+            token_bytes=row.tokens[start:stop].tobytes(),
+            logprob_bytes=b"" if version == GIVEN else row.logprobs[start:stop].tobytes(),
+            version=version,
+        )
+        for start, stop, version in row.runs
     )
-    _check(trajectory, tokens, logprobs, versions)
-    return trajectory
+    return Trajectory(
+        slot=row.slot,
+        prompt=row.prompt,
+        segments=tuple(segments),
+        reward=row.reward,
+        finish=cast(Finish, row.finish),
+        started=row.started,
+        finished=row.finished,
+        engine=row.engine,
+        precision=row.precision,
+    )
 
 
 def read_table(payloads: Iterable[bytes]) -> Any:
@@ -119,45 +170,45 @@ def _list(kind: Any, item: Any, data: bytes) -> Any:
     return pa.Array.from_buffers(kind, 1, [None, offsets], children=[items])
 
 
-def _values(column: Any, dtype: np.dtype[Any]) -> Any:
-    """The items of a list column of one row, without a copy; its offsets are validated before."""
-    _, offsets, validity, items = column.buffers()
-    if validity is not None:
-        raise ValueError("a trajectory payload holds no nulls, but this one has a validity bitmap for list items")
+def _as_number(form: str, data: Any) -> Any:
+    return struct.unpack_from(form, data)[0]
+
+
+def _as_text(offsets: Any, data: Any) -> str:
+    start, stop = struct.unpack_from("<ii", offsets)
+    return data.to_pybytes()[start:stop].decode() if data else ""
+
+
+def _as_array(dtype: Any, offsets: Any, items: Any) -> Any:
     start, stop = struct.unpack_from("<ii", offsets)
     return np.frombuffer(items or b"", dtype, stop)[start:]
 
 
-def _segments(tokens: Ints, logprobs: Floats, versions: Ints) -> tuple[Segment, ...]:
+def _runs(versions: Ints) -> tuple[tuple[int, int, int], ...]:
     """Cut where the version changes."""
-    if not 0 < len(tokens) == len(logprobs) == len(versions):
-        raise ValueError(
-            f"a trajectory needs tokens, and a log-probability and a version for each; this payload has "
-            f"{len(tokens)}, {len(logprobs)} and {len(versions)}"
-        )
+    if not len(versions):
+        return ()
     cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), len(versions)]
-    return tuple(
-        Segment(
-            token_bytes=tokens[start:stop].tobytes(),
-            logprob_bytes=b"" if versions[start] == GIVEN else logprobs[start:stop].tobytes(),
-            version=int(versions[start]),
-        )
-        for start, stop in pairwise(cuts)
-    )
+    return tuple((start, stop, int(versions[start])) for start, stop in pairwise(cuts))
 
 
-def _check(trajectory: Trajectory, tokens: Ints, logprobs: Floats, versions: Ints) -> None:
-    """What the Arrow types cannot promise."""
-    slot, numbers = trajectory.slot, (trajectory.reward, trajectory.started, trajectory.finished)
-    complaints = {
-        "group and sample must not be negative": slot.group < 0 or slot.sample < 0,
-        f"finish={trajectory.finish!r} is none of {FINISHES}": trajectory.finish not in FINISHES,
-        f"reward, started, finished = {numbers} must be finite": not all(map(isfinite, numbers)),
-        "token ids must not be negative": tokens.min() < 0,
-        f"versions must be {GIVEN} (given) or more": versions.min() < GIVEN,
-        "log-probabilities must be finite": not np.isfinite(logprobs).all(),
-        "given tokens carry no log-probability": logprobs[versions == GIVEN].any(),
-    }
-    for complaint, holds in complaints.items():
-        if holds:
-            raise ValueError(f"trajectory of group {slot.group}, sample {slot.sample}: {complaint}")
+def _complaint(row: Row) -> str | None:
+    """What is wrong with a row that the Arrow types allow."""
+    versions = row.runs[-1][1] if row.runs else 0
+    if not 0 < len(row.tokens) == len(row.logprobs) == versions:
+        return f"{len(row.tokens)} tokens, {len(row.logprobs)} log-probabilities and {versions} versions do not match"
+    if min(row.slot.group, row.slot.sample) < 0:
+        return "group and sample must not be negative"
+    if row.finish not in FINISHES:
+        return f"finish={row.finish!r} is none of {FINISHES}"
+    if not all(map(isfinite, (row.reward, row.started, row.finished))):
+        return f"reward={row.reward}, started={row.started} and finished={row.finished} must be finite"
+    if min(version for _, _, version in row.runs) < GIVEN:
+        return f"versions must be {GIVEN} (given) or more"
+    if row.tokens.min() < 0:
+        return "token ids must not be negative"
+    if not np.isfinite(row.logprobs).all():
+        return "log-probabilities must be finite"
+    if any(row.logprobs[start:stop].any() for start, stop, version in row.runs if version == GIVEN):
+        return "given tokens carry no log-probability"
+    return None

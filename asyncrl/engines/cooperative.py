@@ -77,8 +77,7 @@ class CooperativeEngine(ABC):
         self._task.add_done_callback(self._ended)
 
     def submit(self, request: Request) -> AsyncGenerator[Delta, None]:
-        if self._refusal:
-            raise EngineError(f"request {request.id}: engine {self.name} {self._refusal}")
+        self._require_serving(f"request {request.id}")
         if request.id in self._jobs:
             raise EngineError(f"request {request.id} is already running on engine {self.name}; ids must be unique")
         if request.resumed >= len(request.tokens) or request.sampling.max_tokens <= request.resumed:
@@ -116,6 +115,10 @@ class CooperativeEngine(ABC):
             self._finish(job, "abort")
         self._shut()
 
+    def _require_serving(self, what: str) -> None:
+        if self._refusal:
+            raise EngineError(f"{what}: engine {self.name} {self._refusal}")
+
     def _finish(self, job: Job, finish: Finish) -> None:
         """Deliver the last delta and free the place, wherever the job is."""
         del self._jobs[job.request.id]
@@ -126,6 +129,7 @@ class CooperativeEngine(ABC):
             segment = self._take_segment(job)
             self._release(job)
         job.deltas.put_nowait(Delta(job.request.id, segment, finish))
+        self._signal()
 
     def _switch_version(self, version: int) -> None:
         """Close the open segment of every running answer."""
@@ -149,12 +153,12 @@ class CooperativeEngine(ABC):
 
     async def _serve(self) -> None:
         while True:
-            await self._work.wait()
+            while not self._work.is_set():  # it may be cleared again between waking and running
+                await self._work.wait()
             began = perf_counter()
             self._step()
             self._busy_seconds += perf_counter() - began
             self._steps += 1
-            self._signal()
             await asyncio.sleep(self._pace_seconds)
 
     def _signal(self) -> None:

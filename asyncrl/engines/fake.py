@@ -35,9 +35,12 @@ class FakeEngine(CooperativeEngine):
         self._generated = self._prefilled = self._reprefilled = 0
 
     async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
+        self._require_serving(f"weights of version {manifest.version}")
         again = 0
         if on_update == "recompute":
-            again = sum(len(j.request.tokens) - j.request.resumed + self._clock - a.begin for j, a in self._answers.items())
+            again = sum(
+                len(j.request.tokens) - j.request.resumed + self._clock - a.begin for j, a in self._answers.items()
+            )
         self._reprefilled += again
         self._switch_version(manifest.version)
         return WeightAck(self.name, manifest.version, manifest.digest, again)

@@ -64,8 +64,10 @@ def _config_of(model: Decoder) -> dict[str, object]:
     """The config as it was read, except that it names the dtype really saved."""
     raw = dict(model.config.raw)
     key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
-    raw[key] = str(model.norm.weight.dtype).removeprefix("torch.")
-    raw.setdefault("architectures", [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model.config.family] + "ForCausalLM"])
+    raw[key] = str(model.norm.dtype).removeprefix("torch.")
+    raw.setdefault(
+        "architectures", [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model.config.family] + "ForCausalLM"]
+    )
     return raw
 
 

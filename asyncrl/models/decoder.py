@@ -2,13 +2,18 @@
 
 It works on flat tokens: samples lie one behind the other and only attention knows where one ends. Attention is a
 callback, so training passes one over packed samples (`asyncrl.models.packed`) and the engine one over its cache.
-Projections that read the same input are fused; Hugging Face names are views into the fused storage (`hf_tensors`).
+Projections that read the same input are fused; Hugging Face names are views into the fused storage
+(`asyncrl.models.names`).
 
-Axis suffixes: T tokens, H query heads, K key/value heads, D head dimension, E hidden size, V vocabulary.
+The computation is a plain function of tensors (`LayerTensors`). Modules only own the parameters: calling one costs
+more than multiplying a small batch, so the engine gathers the tensors once (`Decoder.tensors`) and decodes with them.
+
+Axis suffixes: T tokens, H query heads, K key/value heads, A all H+K heads that are rotated, D head dimension,
+E hidden size, F width of the gated layer, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,58 +21,123 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from asyncrl.models.config import ModelConfig
+from asyncrl.models.norm import NormScale, rms_norm
 from asyncrl.models.rope import rotate, rotation, signed_frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_H_D."""
 
 
-class Attention(nn.Module):
+class LayerTensors(NamedTuple):
+    """What one layer computes with. Matrices are inputs by outputs, the transpose of how checkpoints hold them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    input_norm: NormScale
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: NormScale | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: NormScale
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    def forward(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        y_T_E = self._attention(rms_norm(x_T_E, self.input_norm), cos, sin, layer, attend)
+        x_T_E = _add_projection(x_T_E, y_T_E, self.out, self.out_bias)
+        y_T_F = self._gated(rms_norm(x_T_E, self.mlp_norm))
+        return _add_projection(x_T_E, y_T_F, self.down, self.down_bias)
+
+    def _attention(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv_T_X_D = _project(x_T_E, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qk_T_A_D, v_T_K_D = torch.split_with_sizes(qkv_T_X_D, (heads + kv_heads, kv_heads), 1)
+        if self.qk_norm is not None:
+            qk_T_A_D = rms_norm(qk_T_A_D, self.qk_norm)
+        q_T_H_D, k_T_K_D = torch.split_with_sizes(rotate(qk_T_A_D, cos, sin), (heads, kv_heads), 1)
+        return attend(layer, q_T_H_D, k_T_K_D, v_T_K_D).flatten(1)
+
+    def _gated(self, x_T_E: Tensor) -> Tensor:
+        gate_up = _project(x_T_E, self.gate_up, self.gate_up_bias)
+        width = gate_up.shape[1] // 2
+        gate_T_F, up_T_F = torch.split_with_sizes(gate_up, (width, width), 1)
+        return F.silu(gate_T_F) * up_T_F
+
+
+def _project(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+
+
+def _add_projection(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """x plus the projection of y, in one operation where there is no bias."""
+    out = torch.addmm(x, y, matrix)
+    return out if bias is None else out + bias
+
+
+class Tensors(NamedTuple):
+    """What a whole decoder computes with."""
+
+    embedding_V_E: Tensor
+    frequencies_D: Tensor
+    layers: Iterable[Callable[[Tensor, Tensor, Tensor, int, Attend], Tensor]]
+    norm: NormScale
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states, normalised and ready for the output matrix."""
+        x_T_E = F.embedding(tokens_T, self.embedding_V_E)
+        cos, sin = rotation(positions_T, self.frequencies_D, x_T_E.dtype)
+        for index, layer in enumerate(self.layers):
+            x_T_E = layer(x_T_E, cos, sin, index, attend)
+        return rms_norm(x_T_E, self.norm)
+
+
+def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    """Without torch's random weights, which take longer to draw than real ones to load."""
+    return cast(nn.Linear, skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype))
+
+
+class Layer(nn.Module):
     head_kind_A: Tensor
 
     def __init__(self, cfg: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.eps = cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.norm_eps
-        width = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-        self.qkv_proj = skip_init(nn.Linear, cfg.hidden_size, width, bias=cfg.qkv_bias, dtype=dtype)
-        self.o_proj = skip_init(nn.Linear, cfg.heads * cfg.head_dim, cfg.hidden_size, bias=cfg.out_bias, dtype=dtype)
+        self.config = cfg
+        hidden, wide = cfg.hidden_size, cfg.intermediate_size
+        qkv_width = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+        self.input_norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
+        self.qkv_proj = _linear(hidden, qkv_width, cfg.qkv_bias, dtype)
         self.qk_norm = nn.Parameter(torch.ones(2, cfg.head_dim, dtype=dtype)) if cfg.qk_norm else None
+        self.o_proj = _linear(cfg.heads * cfg.head_dim, hidden, cfg.out_bias, dtype)
+        self.mlp_norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
+        self.gate_up_proj = _linear(hidden, 2 * wide, cfg.mlp_bias, dtype)
+        self.down_proj = _linear(wide, hidden, cfg.mlp_bias, dtype)
         self.register_buffer("head_kind_A", torch.tensor([0] * cfg.heads + [1] * cfg.kv_heads), persistent=False)
 
-    def forward(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
-        qkv_T_A_D = self.qkv_proj(x_T_E).view(-1, heads + 2 * kv_heads, dim)
-        qk_T_A_D, v_T_K_D = qkv_T_A_D.split((heads + kv_heads, kv_heads), dim=1)
-        if self.qk_norm is not None:
-            scale_A_D = self.qk_norm.index_select(0, self.head_kind_A)
-            qk_T_A_D = F.rms_norm(qk_T_A_D, (dim,), eps=self.eps) * scale_A_D
-        q_T_H_D, k_T_K_D = rotate(qk_T_A_D, cos, sin).split((heads, kv_heads), dim=1)
-        return self.o_proj(attend(layer, q_T_H_D, k_T_K_D, v_T_K_D).flatten(1))
-
-
-class Mlp(nn.Module):
-    def __init__(self, cfg: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        wide, bias = cfg.intermediate_size, cfg.mlp_bias
-        self.gate_up_proj = skip_init(nn.Linear, cfg.hidden_size, 2 * wide, bias=bias, dtype=dtype)
-        self.down_proj = skip_init(nn.Linear, wide, cfg.hidden_size, bias=bias, dtype=dtype)
-
-    def forward(self, x_T_E: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_T_E).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
-
-
-class Layer(nn.Module):
-    def __init__(self, cfg: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.norm_eps, dtype=dtype)
-        self.attention = Attention(cfg, dtype)
-        self.post_attention_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.norm_eps, dtype=dtype)
-        self.mlp = Mlp(cfg, dtype)
+    def tensors(self) -> LayerTensors:
+        cfg = self.config
+        return LayerTensors(
+            heads=cfg.heads,
+            kv_heads=cfg.kv_heads,
+            head_dim=cfg.head_dim,
+            input_norm=NormScale.of(self.input_norm, cfg.norm_eps),
+            qkv=self.qkv_proj.weight.t(),
+            qkv_bias=self.qkv_proj.bias,
+            qk_norm=None if self.qk_norm is None else NormScale.of(self.qk_norm[self.head_kind_A], cfg.norm_eps),
+            out=self.o_proj.weight.t(),
+            out_bias=self.o_proj.bias,
+            mlp_norm=NormScale.of(self.mlp_norm, cfg.norm_eps),
+            gate_up=self.gate_up_proj.weight.t(),
+            gate_up_bias=self.gate_up_proj.bias,
+            down=self.down_proj.weight.t(),
+            down_bias=self.down_proj.bias,
+        )
 
     def forward(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        x_T_E = x_T_E + self.attention(self.input_layernorm(x_T_E), cos, sin, layer, attend)
-        return x_T_E + self.mlp(self.post_attention_layernorm(x_T_E))
+        return self.tensors().forward(x_T_E, cos, sin, layer, attend)
 
 
 class Decoder(nn.Module):
@@ -76,31 +146,38 @@ class Decoder(nn.Module):
     def __init__(self, cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = cfg
-        self.embed_tokens = skip_init(nn.Embedding, cfg.vocabulary, cfg.hidden_size, dtype=dtype)
+        self.embed_tokens = cast(nn.Embedding, skip_init(nn.Embedding, cfg.vocabulary, cfg.hidden_size, dtype=dtype))
         self.layers = nn.ModuleList(Layer(cfg, dtype) for _ in range(cfg.layers))
-        self.norm = nn.RMSNorm(cfg.hidden_size, cfg.norm_eps, dtype=dtype)
+        self.norm = nn.Parameter(torch.ones(cfg.hidden_size, dtype=dtype))
         self.lm_head = None
         if not cfg.tied_embeddings:
-            self.lm_head = skip_init(nn.Linear, cfg.hidden_size, cfg.vocabulary, bias=False, dtype=dtype)
+            self.lm_head = _linear(cfg.hidden_size, cfg.vocabulary, False, dtype)
         self.frequencies_D = signed_frequencies(cfg.rope, cfg.head_dim)
+
+    def blocks(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def tensors(self) -> Tensors:
+        """The computation of `forward` without modules, for decoding; valid until the weights change."""
+        return self._tensors([layer.tensors().forward for layer in self.blocks()])
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normalised and ready for `logits`."""
-        x_T_E = self.embed_tokens(tokens_T)
-        cos, sin = rotation(positions_T, self.frequencies_D, x_T_E.dtype)
-        for index, layer in enumerate(self.layers):
-            x_T_E = layer(x_T_E, cos, sin, index, attend)
-        return self.norm(x_T_E)
+        return self._tensors(self.layers).forward(tokens_T, positions_T, attend)
 
     @property
-    def head_V_E(self) -> Tensor:
+    def output_matrix(self) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def logits(self, hidden_T_E: Tensor) -> Tensor:
-        return F.linear(hidden_T_E, self.head_V_E)
+        return F.linear(hidden_T_E, self.output_matrix)
+
+    def _tensors(self, layers: Iterable[Callable[..., Tensor]]) -> Tensors:
+        norm = NormScale.of(self.norm, self.config.norm_eps)
+        return Tensors(self.embed_tokens.weight, self.frequencies_D, layers, norm)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Not a buffer: positions need fp32 frequencies whatever dtype the weights are cast to.
         super()._apply(fn, recurse)
-        self.frequencies_D = self.frequencies_D.to(self.norm.weight.device)
+        self.frequencies_D = self.frequencies_D.to(self.norm.device)
         return self

@@ -34,7 +34,7 @@ def _stretch_llama3(inverse: Tensor, rope: Rope) -> Tensor:
 
 def rotation(positions_T: Tensor, frequencies_D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of every token, shaped to broadcast over heads."""
-    angles_T_1_D = (positions_T.unsqueeze(-1) * frequencies_D).unsqueeze(1)
+    angles_T_1_D = positions_T.view(-1, 1, 1) * frequencies_D
     return angles_T_1_D.cos().to(dtype), angles_T_1_D.sin().to(dtype)
 
 

@@ -54,12 +54,6 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def start(self) -> None:
-        """Start all workers now instead of with their first sample; ConfigError if the function cannot be imported."""
-        async with asyncio.TaskGroup() as tasks:
-            for worker in self._workers:
-                tasks.create_task(worker.start())
-
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         """One result per input, in order. Calls may overlap."""
         share = min(SHARE, ceil(len(inputs) / len(self._workers))) or 1
@@ -90,14 +84,6 @@ class _Worker:
         self._child: _Child | None = None
         self._closed = False
 
-    async def start(self) -> None:
-        if self._child is None and not self._closed:
-            self._child = await _Child.launch(self._settings)
-            hello = await self._next(START_S)
-            if isinstance(hello, RewardFailure):
-                await self._end()
-                raise _unusable(self._settings, hello.message)
-
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         results: list[RewardResult] = []
         try:
@@ -110,27 +96,41 @@ class _Worker:
 
     async def _attempt(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         """Results up to the first sample that costs us the child."""
-        try:
-            await self.start()
-        except ConfigError as error:
-            return [RewardFailure("reward_error", str(error))] * len(inputs)
-        if self._child is None:
-            return [RewardFailure("reward_error", "the reward pool was closed")] * len(inputs)
-        self._child.send(inputs)
+        child = await self._ready()
+        if isinstance(child, RewardFailure):
+            return [child] * len(inputs)
+        child.send(inputs)
         results: list[RewardResult] = []
-        while self._child is not None and len(results) < len(inputs):
-            results.append(await self._next(self._settings.timeout_s))
+        for _ in inputs:
+            results.append(await self._next(child, self._settings.timeout_s))
+            if self._child is not child:
+                break
         return results
 
-    async def _next(self, limit_s: float) -> RewardResult:
-        """The next answer, or the child is ended and the reason is the answer."""
-        assert self._child is not None
+    async def _ready(self) -> "_Child | RewardFailure":
+        """A child that has imported the function."""
+        if self._child is not None and not self._child.alive:  # it died in between: no sample is to blame
+            await self._end()
+        if self._child is not None:
+            return self._child
+        self._child = child = await _Child.launch(self._settings)
+        if self._closed:
+            await self._end()
+            return RewardFailure("reward_error", "the reward pool was closed")
+        hello = await self._next(child, START_S)
+        if isinstance(hello, RewardFailure):
+            await self._end()
+            return RewardFailure("reward_error", f"the function cannot be imported: {hello.message}")
+        return child
+
+    async def _next(self, child: "_Child", limit_s: float) -> RewardResult:
+        """The next answer; if none comes, the child is ended and the reason is the answer."""
         try:
-            return await self._child.receive(limit_s)
+            return await child.receive(limit_s)
         except TimeoutError:
             failure = RewardFailure("reward_timeout", f"no reward within {limit_s:g} s; the function was killed")
         except EOFError:
-            failure = RewardFailure("reward_error", f"the reward process ended: {await self._child.fate()}")
+            failure = RewardFailure("reward_error", f"the reward process ended: {await child.fate()}")
         await self._end()
         return failure
 
@@ -163,13 +163,17 @@ class _Child:
             await asyncio.create_subprocess_exec(*command, env=environment, stdin=pipe, stdout=pipe, process_group=0)
         )
 
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
     def send(self, inputs: Sequence[RewardInput]) -> None:
         # Not drained: a child that waits for us to read its answers would make both wait.
         payloads = [msgspec.msgpack.encode(sample) for sample in inputs]
         self._stdin.write(b"".join(HEADER.pack(len(payload)) + payload for payload in payloads))
 
     async def receive(self, limit_s: float) -> RewardResult:
-        # The second look is for an event loop that was itself held up until after the deadline: what has arrived counts.
+        # The second look is for an event loop that was itself held up past the deadline: what has arrived counts.
         with suppress(TimeoutError):
             return await self._receive(limit_s)
         return await self._receive(0.0)
@@ -224,6 +228,7 @@ def _command(settings: Reward) -> tuple[list[str], dict[str, str]]:
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     # The child finds modules exactly where we do.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment["PYTHONUNBUFFERED"] = "1"  # what it prints is seen even if it is killed
     return [sys.executable, "-m", "asyncrl.rewards.worker", settings.function], environment
 
 

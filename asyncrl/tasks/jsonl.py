@@ -75,6 +75,6 @@ def _parse(path: Path, number: int, line: bytes) -> Prompt:
 
 
 def _held_out(texts: set[str], share: float) -> set[str]:
-    """The same texts for every seed and order of the file; equal texts stay on one side, and one is left to train on."""
+    """The same texts whatever the seed and the order of the file; one at least is left to train on."""
     ranked = sorted(texts, key=lambda text: blake2b(text.encode()).digest())
     return set(ranked[: min(math.ceil(share * len(ranked)), len(ranked) - 1)])

@@ -57,7 +57,7 @@ def kill_after_step(process: "subprocess.Popen[str]", root: Path, step: int) -> 
         assert time.monotonic() < deadline, f"{wanted} did not appear"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def _environment() -> dict[str, str]:

@@ -243,7 +243,7 @@ def test_needs_by_hand() -> None:
     assert needs.published == 4 * needs.parameters
     assert needs.optimizer == 16 * needs.parameters
     assert needs.kv_cache == 2 * 128 * 100 * (2 * 2 * 2 * 8 * 4)
-    assert needs.trajectories == 256 * (100 * 12 + 1024)
+    assert needs.trajectories == 256 * (100 * 12 + 2048)
 
 
 def test_longest_prompt_of_a_file(place: Path) -> None:

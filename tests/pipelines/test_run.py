@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.buffer.store import read_run
+from asyncrl.buffer.reader import read_run
 from asyncrl.training.checkpoint import numbered, read_manifest
 from asyncrl.types import GIVEN
 from tests.pipelines import helpers

@@ -35,14 +35,13 @@ class KvCache:
 
     def __init__(self, cfg: ModelConfig, max_rows: int, max_length: int, dtype: torch.dtype) -> None:
         self._max_rows, self._max_length = max_rows, max_length
-        self._kv_heads = cfg.kv_heads
-        shape = (cfg.layers, 2, min(_FIRST_ROWS, max_rows), cfg.kv_heads, min(_FIRST_LENGTH, max_length), cfg.head_dim)
-        self._data = torch.zeros(shape, dtype=dtype)
+        rows, length = min(_FIRST_ROWS, max_rows), min(_FIRST_LENGTH, max_length)
+        self._hold(torch.zeros(2 * cfg.layers, rows, length, cfg.kv_heads, cfg.head_dim, dtype=dtype))
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and length held now."""
-        return self._data.shape[2], self._data.shape[4]
+        return self._data.shape[1], self._data.shape[2]
 
     def reserve(self, rows: int, length: int) -> None:
         held_rows, held_length = self.shape
@@ -50,46 +49,50 @@ class KvCache:
             return
         wide = min(self._max_rows, _doubled(held_rows, rows))
         long = min(self._max_length, _doubled(held_length, length))
-        layers, pair, _, heads, _, dim = self._data.shape
-        grown = self._data.new_zeros(layers, pair, wide, heads, long, dim)
-        grown[:, :, :held_rows, :, :held_length] = self._data
-        self._data = grown
+        layers, _, _, heads, dim = self._data.shape
+        grown = self._data.new_zeros(layers, wide, long, heads, dim)
+        grown[:, :held_rows, :held_length] = self._data
+        self._hold(grown)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a row the first `length` positions of another."""
-        self._data[:, :, target, :, :length] = self._data[:, :, source, :, :length]
+        self._data[:, target, :length] = self._data[:, source, :length]
 
     def attend(self, positions_T: Column, rows: int, chunks: list[Chunk]) -> Attend:
         """Attention of one step; it stores the keys and values of the step's tokens before it reads."""
-        row_T = np.concatenate([np.arange(rows), *(np.full(c.end - c.start, c.row) for c in chunks)])
-        place = self._places(row_T, positions_T)
-        reach = int(positions_T[:rows].max()) + 1
-        mask_N_1_1_L = _mask(positions_T[:rows, None], reach).unsqueeze(1)
+        row_T = self._row_index[:rows]
+        if chunks:
+            row_T = np.concatenate([row_T, *(np.full(c.end - c.start, c.row) for c in chunks)])
+        place_T = torch.from_numpy(row_T * self.shape[1] + positions_T)
+        last_N = positions_T[:rows]
+        reach = int(last_N.max()) + 1
+        mask_N_1_1_L = _mask(last_N[:, None, None], reach)
+        live = self._by_head[:, :rows, :, :reach].unbind()
         chunk_part = _ChunkPart(chunks) if chunks else None
 
         def attend(layer: int, q_T_H_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> Tensor:
-            keys, values = self._data[layer].unbind()
-            dim = q_T_H_D.shape[-1]
-            keys.view(-1, dim).index_copy_(0, place, k_T_K_D.reshape(-1, dim))
-            values.view(-1, dim).index_copy_(0, place, v_T_K_D.reshape(-1, dim))
-            out_N_H_D = F.scaled_dot_product_attention(
-                q_T_H_D[:rows].unsqueeze(2),
-                keys[:rows, :, :reach],
-                values[:rows, :, :reach],
-                attn_mask=mask_N_1_1_L,
-                enable_gqa=True,
-            ).squeeze(2)
+            keys, values = 2 * layer, 2 * layer + 1
+            self._flat[keys].index_copy_(0, place_T, k_T_K_D)
+            self._flat[values].index_copy_(0, place_T, v_T_K_D)
+            q_T_H_1_D = q_T_H_D.unsqueeze(2)
             if chunk_part is None:
-                return out_N_H_D
-            return torch.cat([out_N_H_D, chunk_part.attend(q_T_H_D[rows:], keys, values)])
+                return _attention(q_T_H_1_D, live[keys], live[values], mask_N_1_1_L)
+            out_N_H_1_D = _attention(q_T_H_1_D[:rows], live[keys], live[values], mask_N_1_1_L)
+            rest_T_H_D = chunk_part.attend(q_T_H_D[rows:], self._data[keys], self._data[values])
+            return torch.cat([out_N_H_1_D.squeeze(2), rest_T_H_D])
 
         return attend
 
-    def _places(self, row_T: Column, positions_T: Column) -> Tensor:
-        """Index of each token and key/value head in the cache of a layer, seen as a list of vectors."""
-        heads, length = self._data.shape[3:5]
-        first_T = row_T * (heads * length) + positions_T
-        return torch.from_numpy((first_T[:, None] + np.arange(heads) * length).reshape(-1))
+    def _hold(self, data: Tensor) -> None:
+        """Keep the storage (key and value of layer 0, of layer 1, ...) and the views that every step needs."""
+        self._data = data
+        self._flat = data.flatten(1, 2).unbind()
+        self._by_head = data.transpose(2, 3)
+        self._row_index = np.arange(data.shape[1])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
 class _ChunkPart:
@@ -105,17 +108,16 @@ class _ChunkPart:
         self._shape = count, width
         self._reach = max(c.end for c in chunks)
         self._rows = torch.tensor([c.row for c in chunks])
-        self._mask_P_1_M_L = _mask(positions_P_M, self._reach).unsqueeze(1)
+        self._mask_P_1_M_L = _mask(positions_P_M[:, None], self._reach)
 
     def attend(self, q_T_H_D: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, width = self._shape
         q_P_M_H_D = q_T_H_D.new_zeros(count * width, *q_T_H_D.shape[1:]).index_copy_(0, self._place, q_T_H_D)
-        out_P_H_M_D = F.scaled_dot_product_attention(
+        out_P_H_M_D = _attention(
             q_P_M_H_D.view(count, width, *q_T_H_D.shape[1:]).transpose(1, 2),
-            keys[:, :, : self._reach].index_select(0, self._rows),
-            values[:, :, : self._reach].index_select(0, self._rows),
-            attn_mask=self._mask_P_1_M_L,
-            enable_gqa=True,
+            keys[:, : self._reach].index_select(0, self._rows).transpose(1, 2),
+            values[:, : self._reach].index_select(0, self._rows).transpose(1, 2),
+            self._mask_P_1_M_L,
         )
         return out_P_H_M_D.transpose(1, 2).reshape(count * width, *q_T_H_D.shape[1:]).index_select(0, self._place)
 

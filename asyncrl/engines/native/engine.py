@@ -1,8 +1,9 @@
 """Our own torch engine: continuous batching with one flat forward per step.
 
-    submit -> waiting -> Scheduler.plan -> Decoder over KvCache.attend -> sample -> SlotTable.record -> deltas
+submit -> waiting -> Scheduler.plan -> Decoder over KvCache.attend -> sample -> SlotTable.record -> deltas
 """
 
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from asyncrl.config import NativeEngine as Settings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.native.cache import KvCache
-from asyncrl.engines.native.sampling import sample, uniforms
+from asyncrl.engines.native.sampling import sample
 from asyncrl.engines.native.scheduler import Scheduler
 from asyncrl.engines.native.slots import SlotTable
 from asyncrl.errors import EngineError, WeightSyncError
@@ -37,12 +38,14 @@ class NativeEngine(CooperativeEngine):
         self, model_path: Path, settings: Settings, *, name: str, version: int = 0, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(name, version)
-        self._model_path, self._settings, self._dtype = model_path, settings, dtype
+        self.settings = settings
+        self._model_path, self._dtype = model_path, dtype
         self._generated = self._prefilled = self._reprefilled = 0
 
     async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
+        self._require_serving(f"weights of version {manifest.version}")
         digest = self._load(manifest)
-        self._head_E_V = self._model.head_V_E.detach().t().contiguous()
+        self._derive()
         self._switch_version(manifest.version)
         self._scheduler.forget_prompts()
         again = self._scheduler.recompute() if on_update == "recompute" else 0
@@ -62,23 +65,28 @@ class NativeEngine(CooperativeEngine):
         )
 
     def _open(self) -> None:
-        torch.set_num_threads(self._settings.threads)
-        rows, length = self._settings.max_batch, self._settings.max_length
+        rows, length = self.settings.max_batch, self.settings.max_length
         self._model, config = load_model(self._model_path, self._dtype)
         store_by_columns(self._model)
-        self._head_E_V = self._model.head_V_E.detach().t().contiguous()
+        self._derive()
         self._cache = KvCache(config, rows, length, self._dtype)
         self._slots = SlotTable(rows, length)
-        self._scheduler = Scheduler(self._slots, self._cache, self._waiting, rows, self._settings.prefill_chunk)
+        self._scheduler = Scheduler(self._slots, self._cache, self._waiting, rows, self.settings.prefill_chunk)
+
+    @torch.no_grad()
+    def _derive(self) -> None:
+        """What follows from the weights and must be made again when they change."""
+        self._tensors = self._model.tensors()
+        self._head_E_V = self._model.output_matrix.t().contiguous()
 
     def _shut(self) -> None:
-        del self._model, self._cache, self._slots, self._scheduler
+        del self._model, self._tensors, self._head_E_V, self._cache, self._slots, self._scheduler
 
     def _check(self, request: Request) -> None:
-        if len(request.tokens) >= self._settings.max_length:
+        if len(request.tokens) >= self.settings.max_length:
             raise EngineError(
                 f"request {request.id}: {len(request.tokens)} tokens leave no room for an answer within "
-                f"engine.max_length={self._settings.max_length}; shorten the prompt or raise engine.max_length"
+                f"engine.max_length={self.settings.max_length}; shorten the prompt or raise engine.max_length"
             )
         vocabulary = self._model.config.vocabulary
         if min(request.tokens) < 0 or max(request.tokens) >= vocabulary:
@@ -89,13 +97,14 @@ class NativeEngine(CooperativeEngine):
         step, slots = self._scheduler.plan(), self._slots
         rows = slots.count
         attend = self._cache.attend(step.positions_T, rows, step.chunks)
-        hidden_T_E = self._model(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
+        hidden_T_E = self._tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
         logits_N_V = torch.mm(hidden_T_E[:rows], self._head_E_V).float()
-        uniform_N = uniforms(slots.seed[:rows], step.end_N - slots.answer[:rows])
-        token_N, logprob_N = sample(logits_N_V, slots.settings(), torch.from_numpy(uniform_N))
-        before = int(slots.known[:rows].sum())
-        ended_R = slots.record(step.end_N, token_N.numpy(), logprob_N.numpy())
-        sampled = int(slots.known[:rows].sum()) - before
+        uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
+        token_N_1, logprob_N_1 = sample(logits_N_V, slots.settings(), uniform_N_1)
+        logprob_N = logprob_N_1.numpy()[:, 0]
+        if isnan(logprob_N.sum()):
+            raise EngineError(f"the model's logits are NaN under version {self._version}: its weights have diverged")
+        sampled, ended_R = slots.record(step.end_N, token_N_1.numpy()[:, 0], logprob_N)
         self._generated += sampled
         self._prefilled += len(step.tokens_T) - sampled
         for job in [slots.jobs[row] for row in ended_R]:

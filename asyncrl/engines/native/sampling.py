@@ -26,7 +26,7 @@ class RowSettings(NamedTuple):
     """How each row of a batch is sampled. A whole-batch switch is None where no row needs the work."""
 
     temperature_N_1: Tensor | None
-    greedy_N: Tensor | None
+    greedy_N_1: Tensor | None
     top_k_N_1: Tensor | None
     top_p_N_1: Tensor | None
 
@@ -40,23 +40,24 @@ def row_settings(temperature_N: Column, top_k_N: Column, top_p_N: Column) -> Row
     restricted = bool((top_k_N > 0).any() or (top_p_N < 1).any())
     return RowSettings(
         torch.from_numpy(temperature_N).unsqueeze(1) if (temperature_N != 1).any() else None,
-        torch.from_numpy(greedy_N) if greedy_N.any() else None,
+        torch.from_numpy(greedy_N).unsqueeze(1) if greedy_N.any() else None,
         torch.from_numpy(top_k_N).unsqueeze(1) if restricted else None,
         torch.from_numpy(top_p_N).unsqueeze(1) if restricted else None,
     )
 
 
-def uniforms(seed_N: Column, position_N: Column) -> npt.NDArray[np.float32]:
-    """Numbers in (0, 1], one per row: splitmix64 of the seed, mixed once more with the position."""
-    mixed_N = _splitmix(_splitmix(seed_N.view(np.uint64)) + position_N.view(np.uint64))
-    return ((mixed_N >> _TO_24_BITS) + np.uint64(1)).astype(np.float32) * np.float32(2**-24)
+def uniforms(seed: int, count: int) -> npt.NDArray[np.float32]:
+    """Numbers in (0, 1] for positions 0 to count-1 of an answer: splitmix64, started at a mix of the seed."""
+    start = _splitmix(np.array([seed % 2**64], np.uint64))
+    mixed = _splitmix(start + np.arange(count, dtype=np.uint64) * _GOLDEN)
+    return ((mixed >> _TO_24_BITS) + np.uint64(1)).astype(np.float32) * np.float32(2**-24)
 
 
-def sample(logits_N_V: Tensor, rows: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids and their log-probabilities under the distribution really sampled from.
+def sample(logits_N_V: Tensor, rows: RowSettings, uniform_N_1: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids and their log-probabilities under the distribution really sampled from, both N_1.
 
     The first token whose cumulative probability reaches u * total is taken. As 0 < u <= 1, it always has a
-    probability above zero, whatever rounding does.
+    probability above zero, whatever rounding does. Logits that are not numbers give a log-probability that is none.
     """
     if rows.temperature_N_1 is not None:
         logits_N_V = logits_N_V / rows.temperature_N_1
@@ -64,10 +65,11 @@ def sample(logits_N_V: Tensor, rows: RowSettings, uniform_N: Tensor) -> tuple[Te
         logits_N_V = restrict(logits_N_V, rows.top_k_N_1, rows.top_p_N_1)
     probs_N_V = logits_N_V.softmax(-1)
     cumulative_N_V = probs_N_V.cumsum(-1)
-    token_N_1 = torch.searchsorted(cumulative_N_V, uniform_N.unsqueeze(1) * cumulative_N_V[:, -1:])
-    if rows.greedy_N is not None:
-        token_N_1 = torch.where(rows.greedy_N.unsqueeze(1), logits_N_V.argmax(-1, keepdim=True), token_N_1)
-    return token_N_1.squeeze(1), probs_N_V.gather(1, token_N_1).log_().squeeze(1)
+    token_N_1 = torch.searchsorted(cumulative_N_V, cumulative_N_V[:, -1:] * uniform_N_1)
+    token_N_1.clamp_(max=logits_N_V.shape[1] - 1)  # only NaN goes beyond
+    if rows.greedy_N_1 is not None:
+        token_N_1 = torch.where(rows.greedy_N_1, logits_N_V.argmax(-1, keepdim=True), token_N_1)
+    return token_N_1, probs_N_V.gather(1, token_N_1).log_()
 
 
 def restrict(logits_N_V: Tensor, top_k_N_1: Tensor, top_p_N_1: Tensor) -> Tensor:

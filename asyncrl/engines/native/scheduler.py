@@ -42,8 +42,8 @@ class Scheduler:
             self._enter(job)
         slots = self._slots
         rows = slots.index[: slots.count]
-        end_N = slots.computed[: slots.count] + 1
         chunks = self._chunks() if self._lagging else []
+        end_N = slots.computed[: slots.count] + 1
         for chunk in chunks:
             end_N[chunk.row] = chunk.end + 1
         positions_T = end_N - 1
@@ -72,7 +72,7 @@ class Scheduler:
     def forget_prompts(self) -> None:
         """After a weight update, keys and values computed before it must not be shared with new jobs."""
         self._leaders.clear()
-        for job in self._lagging:
+        for job in self._slots.jobs:
             job.leader = None
 
     def recompute(self) -> int:

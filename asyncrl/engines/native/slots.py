@@ -6,10 +6,9 @@ update are all the same: a row whose `computed` lags.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.sampling import Column, RowSettings, row_settings
+from asyncrl.engines.native.sampling import Column, RowSettings, row_settings, uniforms
 
 NO_TOKEN = -1
 
@@ -17,12 +16,13 @@ NO_TOKEN = -1
 class SlotTable:
     def __init__(self, rows: int, length: int) -> None:
         self.jobs: list[Job] = []
-        self.max_length = length
+        self._max_length = length
         # Zeroed pages cost no memory before they are touched, so the widest row is reserved at once.
         self.tokens = np.zeros((rows, length), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
-        self._integers = np.zeros((7, rows), np.int64)
-        self.known, self.computed, self.answer, self.segment, self.limit, self.seed, self._top_k = self._integers
+        self.uniforms = np.zeros((rows, length), np.float32)
+        self._integers = np.zeros((5, rows), np.int64)
+        self.known, self.computed, self.segment, self._limit, self._top_k = self._integers
         self._reals = np.zeros((2, rows), np.float32)
         self._temperature, self._top_p = self._reals
         self._stop = np.full((rows, 1), NO_TOKEN, np.int64)
@@ -45,10 +45,14 @@ class SlotTable:
         self.jobs[row] = job
         self.tokens[row, :length] = request.tokens
         self.known[row], self.computed[row], self.segment[row] = length, 0, length
-        self.answer[row] = length - request.resumed
-        self.limit[row] = min(self.answer[row] + sampling.max_tokens, self.max_length)
-        self.seed[row] = np.array(request.seed % 2**64, np.uint64).view(np.int64)
-        self._top_k[row], self._top_p[row], self._temperature[row] = sampling.top_k, sampling.top_p, sampling.temperature
+        begin = length - request.resumed
+        limit = self._limit[row] = min(begin + sampling.max_tokens, self._max_length)
+        self.uniforms[row, begin:limit] = uniforms(request.seed, limit - begin)
+        self._top_k[row], self._top_p[row], self._temperature[row] = (
+            sampling.top_k,
+            sampling.top_p,
+            sampling.temperature,
+        )
         self._place_stop(row, sampling.stop)
         self._settings = None
 
@@ -63,6 +67,8 @@ class SlotTable:
         length = self.known[last]
         self.tokens[row, :length] = self.tokens[last, :length]
         self.logprobs[row, :length] = self.logprobs[last, :length]
+        limit = self._limit[last]
+        self.uniforms[row, length:limit] = self.uniforms[last, length:limit]
         self._integers[:, row] = self._integers[:, last]
         self._reals[:, row] = self._reals[:, last]
         self._stop[row] = self._stop[last]
@@ -74,17 +80,21 @@ class SlotTable:
             self._settings = row_settings(self._temperature[rows], self._top_k[rows], self._top_p[rows])
         return self._settings
 
-    def record(self, end_N: Column, token_N: Column, logprob_N: Column) -> npt.NDArray[np.int64]:
-        """Store one step: rows computed up to `end_N`; those that caught up keep their token. Returns rows that end."""
-        rows = slice(0, self.count)
-        self.computed[rows] = end_N
-        ready_R = np.flatnonzero(end_N == self.known[rows])
-        token_R, at_R = token_N[ready_R], self.known[ready_R]
+    def record(self, end_N: Column, token_N: Column, logprob_N: Column) -> tuple[int, Column]:
+        """Store one step: rows are computed up to `end_N`, and those that caught up keep their token.
+
+        Returns how many tokens were kept and the rows that end with theirs.
+        """
+        live = slice(0, self.count)
+        self.computed[live] = end_N
+        caught_up_N = end_N == self.known[live]
+        ready_R = self.index[live] if caught_up_N.all() else caught_up_N.nonzero()[0]
+        token_R, at_R = token_N[ready_R], end_N[ready_R]
         self.tokens[ready_R, at_R] = token_R
         self.logprobs[ready_R, at_R] = logprob_N[ready_R]
-        self.known[ready_R] = at_R + 1
-        ends_R = (self._stop[ready_R] == token_R[:, None]).any(1) | (at_R + 1 == self.limit[ready_R])
-        return ready_R[ends_R]
+        self.known[ready_R] = known_R = at_R + 1
+        ends_R = (self._stop[ready_R] == token_R[:, None]).any(1) | (known_R == self._limit[ready_R])
+        return len(ready_R), ready_R[ends_R]
 
     def stopped(self, row: int) -> bool:
         """Whether the last token of a row is one of its stop tokens."""

@@ -1,0 +1,217 @@
+"""Waiting: who is woken by what, and what a wait that ends says."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.buffer import BufferActor
+from asyncrl.config import Buffer, Flow, Rollout, Run
+from asyncrl.errors import StallError
+from asyncrl.types import Delivery, Slot
+from tests.buffers import payload
+from tests.unit.test_buffer_log import file_size_limit
+
+
+class Clock:
+    """The wall clock, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(directory: Path, clock: Clock | None = None, **changes: Any) -> BufferActor:
+    run = Run(
+        name="test",
+        max_staleness=changes.pop("max_staleness", 1),
+        buffer=Buffer(durability=changes.pop("durability", "process")),
+        rollout=Rollout(group_size=2, max_tokens=16),
+        flow=Flow(groups_per_step=2, groups_per_take=1, group_timeout_s=10.0),
+    )
+    return BufferActor(run, directory, clock=clock or Clock(), **changes)
+
+
+async def fill(buffer: BufferActor, *groups: int) -> None:
+    receipts = await buffer.append([payload(group, sample) for group in groups for sample in range(2)])
+    assert {receipt.status for receipt in receipts} == {"stored"}
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_take_wakes_when_a_group_is_complete(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        assert [ticket.group for ticket in await buffer.admit(1.0)] == [0, 1, 2, 3]
+        async with asyncio.TaskGroup() as tasks:
+            taking = tasks.create_task(buffer.take(min_groups=1, max_groups=2, timeout_s=60))
+            await settle()
+            await buffer.append([payload(3, 1)])
+            await settle()
+            assert not taking.done()
+            await buffer.append([payload(3, 0)])
+        assert taking.result() == Delivery(step=0, groups=(3,))
+        assert await buffer.read(taking.result()) == [payload(3, 0), payload(3, 1)]
+
+    asyncio.run(scenario())
+
+
+def test_admit_wakes_when_a_new_version_is_published(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path, max_staleness=0)
+        await buffer.admit(1.0)
+        await fill(buffer, 0, 1)
+        await buffer.take(2, 2, timeout_s=1)
+        async with asyncio.TaskGroup() as tasks:
+            admitting = tasks.create_task(buffer.admit(timeout_s=60))
+            await settle()
+            await buffer.commit(0)
+            await settle()
+            assert not admitting.done()
+            await buffer.advance(1)
+        assert [(ticket.group, ticket.version) for ticket in admitting.result()] == [(2, 1), (3, 1)]
+
+    asyncio.run(scenario())
+
+
+def test_admit_returns_without_a_ticket_when_its_time_is_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        assert len(await buffer.admit(0.0)) == 4
+        assert await buffer.admit(0.0) == []
+        assert (await buffer.status()).refusal == "staleness: 4 groups wait to be trained"
+
+    asyncio.run(scenario())
+
+
+def test_a_stalled_take_names_what_it_waits_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.admit(1.0)
+        await buffer.append([payload(0, 1)])
+        await fill(buffer, 2)
+        await buffer.take(1, 1, timeout_s=1)
+        with pytest.raises(StallError) as error:
+            await buffer.take(min_groups=1, max_groups=1, timeout_s=0.0)
+        assert str(error.value) == (
+            "nothing to train on within 0 s: step 0 has 1 of 2 groups; 0 more are complete and 3 are being generated; "
+            "the oldest is group 0, which lacks samples 0; no new group is admitted (staleness: 3 groups wait to be "
+            "trained)"
+        )
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_frees_the_place_of_a_straggler_and_wakes_everyone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        buffer = make(tmp_path, clock, max_staleness=0)
+        await buffer.admit(1.0)
+        await fill(buffer, 1)
+        await buffer.take(1, 1, timeout_s=1)
+        async with asyncio.TaskGroup() as tasks:
+            taking = tasks.create_task(buffer.take(1, 1, timeout_s=60))
+            admitting = tasks.create_task(buffer.admit(timeout_s=60))
+            await settle()
+            clock.now = 11.0
+            await buffer.append([payload(1, 0)])  # any call shows the waiters the clock
+            [ticket] = await admitting
+            assert ticket.group == 2
+            await fill(buffer, 2)
+        assert taking.result().groups == (2,)
+        ledger = await buffer.ledger()
+        assert ledger.dropped == {"timeout": 2}
+        assert ledger.balanced
+
+    asyncio.run(scenario())
+
+
+def test_a_waiter_wakes_by_itself_at_the_deadline(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        buffer = make(tmp_path, clock, max_staleness=0)
+        await buffer.admit(1.0)
+        clock.now = 9.999
+        asyncio.get_running_loop().call_later(0.0, lambda: setattr(clock, "now", 10.0))
+        assert [ticket.group for ticket in await buffer.admit(timeout_s=60)] == [2, 3]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("durability", ["process", "disk"])
+def test_concurrent_appends_share_a_write_and_each_gets_its_own_receipts(tmp_path: Path, durability: str) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path, durability=durability)
+        await buffer.admit(1.0)
+        calls = [[payload(g, 0), payload(g, 1)] for g in range(4)] + [[payload(2, 1)], []]
+        receipts = await asyncio.gather(*map(buffer.append, calls), return_exceptions=True)
+        assert [[r.status for r in answer] for answer in receipts if isinstance(answer, list)] == [
+            ["stored", "stored"]
+        ] * 4 + [["duplicate"], []]
+        assert [r.slot for r in receipts[1]] == [Slot(1, 0), Slot(1, 1)]  # pyright: ignore
+
+    asyncio.run(scenario())
+
+
+def test_one_callers_nonsense_does_not_touch_the_others(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.admit(1.0)
+        good, junk, foreign = await asyncio.gather(
+            buffer.append([payload(0, 0)]),
+            buffer.append([b"junk"]),
+            buffer.append([payload(99, 0)]),
+            return_exceptions=True,
+        )
+        assert isinstance(good, list)
+        assert isinstance(junk, ValueError)
+        assert isinstance(foreign, ValueError)
+        assert (await buffer.ledger()).buffered == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_told_to_every_caller_and_then_the_buffer_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.admit(1.0)
+        await buffer.append([payload(0, 0)])
+        calls = [[payload(0, 1)], [payload(1, 0)]]
+        with file_size_limit(1500):
+            errors = await asyncio.gather(*map(buffer.append, calls), return_exceptions=True)
+        assert [type(error) for error in errors] == [OSError, OSError]
+        assert (await buffer.ledger()).buffered == 1
+        for call in calls:
+            assert [receipt.status for receipt in await buffer.append(call)] == ["stored"]
+
+    asyncio.run(scenario())
+
+
+def test_a_resumed_run_replays_and_issues_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.admit(1.0)
+        await fill(buffer, 2, 1)
+        await buffer.append([payload(0, 1)])
+        first = await buffer.take(1, 2, timeout_s=1)
+        await buffer.close()
+        again = make(tmp_path, restore_step=0)
+        assert await again.replaying()
+        assert await again.admit(0.0) == []
+        repeated = await again.take(2, 2, timeout_s=1)
+        assert (repeated.groups, repeated.replayed) == (first.groups, True)
+        assert not await again.replaying()
+        assert [(ticket.group, ticket.samples) for ticket in await again.reissue()] == [(0, (0,)), (3, (0, 1))]
+        await again.append([payload(0, 0)])
+        await again.commit(0)
+        await again.advance(1)
+        assert (await again.take(1, 1, timeout_s=1)).groups == (0,)
+
+    asyncio.run(scenario())
