@@ -35,7 +35,7 @@ from asyncrl.types import (
     WeightManifest,
 )
 
-GATHER_SECONDS = 0.01
+GATHER_SECONDS = 0.05
 """How long finished answers wait for company before they are scored and appended together."""
 
 
@@ -65,22 +65,25 @@ class RolloutActor:
         self._reward = reward
         self._tokenizer: Tokenizer = load_tokenizer(model_path)
         self._engine: Engine = build_engine(run, model_path, name=name)
-        self._outbox: list[tuple[RewardInput, Trajectory, asyncio.Future[None]]] = []
-        self._flushes: set[asyncio.Task[None]] = set()
+        self._outbox: list[tuple[RewardInput, Trajectory]] = []
+        self._flushing: asyncio.Task[None]
+        self._aborts: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         await self._engine.start()
 
-    async def generate(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Generate the ticket's samples; returns when each is durable or its end is recorded."""
+    async def generate(self, work: list[tuple[Ticket, Prompt]]) -> None:
+        """Generate the samples of these tickets; returns when each is durable or its end is recorded."""
         async with asyncio.TaskGroup() as tasks:
-            for sample in ticket.samples:
-                tasks.create_task(self._sample(Slot(ticket.group, sample), prompt, ticket.deadline))
+            for ticket, prompt in work:
+                tokens = tuple(self._tokenizer.encode(prompt.text))
+                for sample in ticket.samples:
+                    tasks.create_task(self._sample(Slot(ticket.group, sample), prompt, tokens, ticket.deadline))
 
-    async def _sample(self, slot: Slot, prompt: Prompt, deadline: float) -> None:
+    async def _sample(self, slot: Slot, prompt: Prompt, tokens: tuple[int, ...], deadline: float) -> None:
         request = Request(
             id=f"{slot.group}/{slot.sample}",
-            tokens=tuple(self._tokenizer.encode(prompt.text)),
+            tokens=tokens,
             sampling=self._sampling(),
             seed=_seed(self._run.seed, "train", slot.group, slot.sample),
         )
@@ -110,10 +113,7 @@ class RolloutActor:
         segments: list[Segment] = []
         finish: Finish = "abort"
         started = time.time()
-        loop = asyncio.get_running_loop()
-        alarm = loop.call_later(
-            max(0.0, deadline - started), lambda: self._keep(loop.create_task(self._engine.abort(request.id)))
-        )
+        alarm = asyncio.get_running_loop().call_later(max(0.0, deadline - started), self._abort, request.id)
         try:
             async for delta in self._engine.submit(request):
                 if len(delta.segment):
@@ -122,6 +122,11 @@ class RolloutActor:
         finally:
             alarm.cancel()
         return Answer(tuple(segments), finish, started, time.time())
+
+    def _abort(self, request_id: str) -> None:
+        task = asyncio.create_task(self._engine.abort(request_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     def _sampling(self, *, greedy: bool = False) -> Sampling:
         rollout = self._run.rollout
@@ -138,29 +143,16 @@ class RolloutActor:
         return RewardInput(prompt=prompt.text, completion=self._tokenizer.decode(tokens), answer=prompt.answer)
 
     async def _hand_over(self, judged: RewardInput, trajectory: Trajectory) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Join the next batch; its failure is that of every answer in it."""
         if not self._outbox:
-            self._keep(asyncio.create_task(self._flush_soon()))
-        self._outbox.append((judged, trajectory, done))
-        await done
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
+            self._flushing = asyncio.create_task(self._flush_soon())
+        self._outbox.append((judged, trajectory))
+        await asyncio.shield(self._flushing)
 
     async def _flush_soon(self) -> None:
         await asyncio.sleep(GATHER_SECONDS)
         batch, self._outbox = self._outbox, []
-        try:
-            await self._flush([(judged, trajectory) for judged, trajectory, _ in batch])
-        except BaseException as error:
-            for _, _, done in batch:
-                if not done.done():
-                    done.set_exception(error if isinstance(error, Exception) else EngineError("rollout is closing"))
-            raise
-        for _, _, done in batch:
-            if not done.done():
-                done.set_result(None)
+        await self._flush(batch)
 
     async def _flush(self, batch: Sequence[tuple[RewardInput, Trajectory]]) -> None:
         results = await self._reward.score([judged for judged, _ in batch])

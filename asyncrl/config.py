@@ -59,15 +59,15 @@ class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
 class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
     """Make a small model on the spot: fresh weights and a short supervised start on noisy worked examples."""
 
-    hidden_size: Positive = 96
-    layers: Positive = 3
+    hidden_size: Positive = 128
+    layers: Positive = 2
     heads: Positive = 4
     kv_heads: Positive = 2
     intermediate_size: Positive = 256
-    steps: Positive = 450
-    batch: Positive = 64
+    steps: Positive = 800
+    batch_tokens: Positive = 400
     lr: AboveZero = 3e-3
-    noise: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    noise: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """Chance that a worked step of the examples is wrong."""
 
 
@@ -77,9 +77,9 @@ ModelSource = Checkpoint | WarmStart
 class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
     """Chains of small additions with labels; sizes are drawn long-tailed."""
 
-    median_size: Annotated[int, Meta(ge=2, le=25)] = 4
+    median_size: Annotated[int, Meta(ge=2, le=25)] = 3
     """Number of operations of the middle problem."""
-    max_size: Annotated[int, Meta(ge=2, le=25)] = 24
+    max_size: Annotated[int, Meta(ge=2, le=25)] = 16
     """There is one letter for each label, and the first is the start's."""
     size_spread: NonNegative = 0.7
     """Spread of the log-normal size distribution."""

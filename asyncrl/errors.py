@@ -21,6 +21,10 @@ class CorruptSegmentError(AsyncRLError, OSError):
     """A sealed buffer segment failed its checksum; the message names file and offset."""
 
 
+class StorageError(AsyncRLError, OSError):
+    """The disk refused a write; what was acknowledged before is safe."""
+
+
 class WeightSyncError(AsyncRLError, RuntimeError):
     """An engine did not acknowledge the digest that was published."""
 

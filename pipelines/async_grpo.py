@@ -14,11 +14,13 @@ A resumed run first replays the recorded deliveries, then generation begins.
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from actors.fleet import Fleet
 from actors.trainer import Accumulated
 from asyncrl.config import Run
 from asyncrl.tasks.base import Task
+from asyncrl.training.report import StepReport
 from asyncrl.types import Ticket
 from pipelines.evaluate import evaluate
 from pipelines.recorder import Recorder
@@ -35,6 +37,7 @@ class AsyncGrpo:
         self._first_step = first_step
         self._may_generate = asyncio.Event()
         self._load = Counter[int]()
+        self._publishing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         if self._first_step:
@@ -45,33 +48,40 @@ class AsyncGrpo:
         async with asyncio.TaskGroup() as tasks:
             generator = tasks.create_task(self._generate())
             for step in range(self._first_step, self._run.steps):
-                await self._train_step(step)
+                await self._train_step(step, tasks)
                 await self._after_step(step + 1)
+            await self._published()
             generator.cancel()
         self._recorder.end()
         await self._evaluate(self._run.steps)
 
     async def _generate(self) -> None:
-        """Admit groups as fast as places come free; each runs as a task of its own."""
+        """Admit groups as fast as places come free, and share them out over the engines."""
         await self._may_generate.wait()
         buffer = self._fleet.buffer
-        async with asyncio.TaskGroup() as groups:
-            for ticket in await buffer.reissue():
-                groups.create_task(self._rollout(ticket))
+        async with asyncio.TaskGroup() as work:
+            tickets = await buffer.reissue()
             while True:
-                for ticket in await buffer.admit(timeout_s=self._run.flow.stall_timeout_s):
-                    groups.create_task(self._rollout(ticket))
+                for index, share in self._shares(tickets).items():
+                    work.create_task(self._rollout(index, share))
+                tickets = await buffer.admit(timeout_s=self._run.flow.stall_timeout_s)
 
-    async def _rollout(self, ticket: Ticket) -> None:
-        """One group on the least loaded engine."""
-        index = min(range(len(self._fleet.rollouts)), key=lambda i: self._load[i])
-        self._load[index] += len(ticket.samples)
-        try:
-            await self._fleet.rollouts[index].generate(ticket, self._task.prompt("train", ticket.group))
-        finally:
-            self._load[index] -= len(ticket.samples)
+    def _shares(self, tickets: Sequence[Ticket]) -> dict[int, list[Ticket]]:
+        """Each ticket to the engine with the least left to do."""
+        shares: dict[int, list[Ticket]] = {}
+        for ticket in tickets:
+            index = min(range(len(self._fleet.rollouts)), key=lambda i: self._load[i])
+            self._load[index] += len(ticket.samples)
+            shares.setdefault(index, []).append(ticket)
+        return shares
 
-    async def _train_step(self, step: int) -> None:
+    async def _rollout(self, index: int, tickets: list[Ticket]) -> None:
+        await self._fleet.rollouts[index].generate(
+            [(ticket, self._task.prompt("train", ticket.group)) for ticket in tickets]
+        )
+        self._load[index] -= sum(len(ticket.samples) for ticket in tickets)
+
+    async def _train_step(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Forward and backward on complete groups while the rest is generated; one update when the quota is in."""
         flow, fleet = self._run.flow, self._fleet
         done: list[Accumulated] = []
@@ -90,11 +100,23 @@ class AsyncGrpo:
             done.append(await fleet.trainer.accumulate(delivery))
             self._recorder.span("train", done[-1].started, step=step, groups=len(delivery.groups))
             taken += len(delivery.groups)
+        await self._published()
         report = await fleet.trainer.step()
         await fleet.buffer.commit(step)
-        published = await fleet.publisher.publish()
-        await fleet.buffer.advance(published.version)
-        await self._recorder.step(step, report, published, done, waited, fleet)
+        self._publishing = tasks.create_task(self._publish(step, report, done, waited))
+
+    async def _publish(self, step: int, report: StepReport, done: list[Accumulated], waited: float) -> None:
+        """Bring the new version to every engine while the trainer goes on with the next step's early groups."""
+        begun = time.time()
+        published = await self._fleet.publisher.publish()
+        await self._fleet.buffer.advance(published.version)
+        self._recorder.span("publish", begun, version=published.version)
+        await self._recorder.step(step, report, published, done, waited, self._fleet)
+
+    async def _published(self) -> None:
+        """Wait until the last version is served: engines get every version, one after the other."""
+        if self._publishing is not None:
+            await self._publishing
 
     async def _after_step(self, steps_done: int) -> None:
         every = self._run.checkpoint.every
@@ -104,6 +126,7 @@ class AsyncGrpo:
             self._recorder.span("checkpoint", begun, step=steps_done)
         every = self._run.evaluation.every
         if every and steps_done % every == 0 and steps_done < self._run.steps:
+            await self._published()
             await self._evaluate(steps_done)
 
     async def _evaluate(self, steps_done: int) -> None:

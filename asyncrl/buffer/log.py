@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from asyncrl.buffer import frames
 from asyncrl.buffer.frames import FRAME, HEADER_SIZE, MAX_PAYLOAD, OPEN, SEALED, Frame, Header, Scan
-from asyncrl.errors import ConfigError, CorruptSegmentError
+from asyncrl.errors import ConfigError, CorruptSegmentError, StorageError
 
 WRITE_FRAMES = 500
 """Frames of one system call: two buffers each, and Linux takes 1024."""
@@ -157,8 +157,8 @@ class Log:
         except OSError as error:
             os.ftruncate(self._file, self._end)
             path = self._path(self._first, OPEN)
-            message = f"{error.strerror}; nothing of this call was stored, make room and try again"
-            raise OSError(error.errno, message, str(path)) from error
+            message = f"{error.strerror}; nothing of this call was stored, make room and try again (asyncrl resume)"
+            raise StorageError(error.errno, message, str(path)) from error
 
     def _path(self, first: int, suffix: str) -> Path:
         return self._directory / f"{self._stem}-{first:015d}{suffix}"

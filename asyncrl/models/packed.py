@@ -2,56 +2,71 @@
 
 Axis suffixes: T flat tokens, P padded tokens, N rows, L row length, H query heads, K key/value heads, D head dimension.
 
-Rows are gathered into buckets of similar length, because answer lengths are long-tailed and one padded batch would
-spend most of its work on padding. Padding lies behind the tokens, so the causal mask alone hides it.
+Samples may share tokens: the answers of one group share their prompt, which then is computed once for all of them.
+Only attention sees it once per row, and the gradients of the copies add up. Rows are gathered into buckets of similar
+length, because answer lengths are long-tailed and one padded batch would spend most of its work on padding. Padding
+lies behind the tokens, so the causal mask alone hides it.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from asyncrl.models.decoder import Attend
 
+Indices = npt.NDArray[np.int64]
+SHORTEST_BUCKET = 8
+
 
 def packed_attention(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Attention for flat tokens that are samples of these lengths, one behind the other."""
-    place_T, buckets = _layout(np.asarray(lengths, dtype=np.int64))
-    place = torch.from_numpy(place_T).to(device)
-    sizes = [rows * length for rows, length in buckets]
+    ends = np.cumsum(lengths)
+    return row_attention([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)], device)
+
+
+def row_attention(rows: Sequence[Indices], device: torch.device | str = "cpu") -> Attend:
+    """Attention for samples that consist of these flat tokens, in order; every flat token is in some row."""
+    source_P, buckets = _layout(rows)
+    place_T = np.empty(source_P.max() + 1, dtype=np.int64)
+    place_T[source_P[::-1]] = np.arange(len(source_P))[::-1]  # a token's first place, which is never padding
+    source, place = torch.from_numpy(source_P).to(device), torch.from_numpy(place_T).to(device)
+    sizes = [count * length for count, length in buckets]
 
     def attend(_layer: int, q_T_H_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> Tensor:
-        padded = [x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, place, x) for x in (q_T_H_D, k_T_K_D, v_T_K_D)]
+        heads, dim = (q_T_H_D.shape[1], k_T_K_D.shape[1], v_T_K_D.shape[1]), q_T_H_D.shape[2]
+        # As an embedding, whose backward adds up the copies much faster than that of indexing.
+        padded_P = F.embedding(source, torch.cat((q_T_H_D, k_T_K_D, v_T_K_D), dim=1).flatten(1))
         outs = [
-            _causal(*(x.view(rows, length, *x.shape[1:]).transpose(1, 2) for x in parts))
-            for (rows, length), *parts in zip(buckets, *(x.split(sizes) for x in padded), strict=True)
+            _causal(part.view(count, length, sum(heads), dim).transpose(1, 2), heads)
+            for (count, length), part in zip(buckets, padded_P.split(sizes), strict=True)
         ]
         return _Unpad.apply(torch.cat(outs), place)
 
     return attend
 
 
-def _layout(lengths_N: "np.ndarray[Any, np.dtype[np.int64]]") -> tuple["np.ndarray[Any, Any]", list[tuple[int, int]]]:
-    """Where each flat token lies in the padded rows, and (rows, length) of each bucket."""
-    bucket_N = np.ceil(np.log2(np.maximum(lengths_N, 8))).astype(np.int64)
-    row_start_N = np.zeros_like(lengths_N)
+def _layout(rows: Sequence[Indices]) -> tuple[Indices, list[tuple[int, int]]]:
+    """The flat token at each padded place, and (rows, length) of each bucket; padding repeats a row's last token."""
+    lengths_N = np.array([len(row) for row in rows])
+    bucket_N = np.ceil(np.log2(np.maximum(lengths_N, SHORTEST_BUCKET)))
+    parts: list[Indices] = []
     buckets: list[tuple[int, int]] = []
-    begin = 0
     for bucket in np.unique(bucket_N):
-        members = np.flatnonzero(bucket_N == bucket)
+        members: list[int] = np.flatnonzero(bucket_N == bucket).tolist()
         length = int(lengths_N[members].max())
-        row_start_N[members] = begin + length * np.arange(len(members))
-        begin += length * len(members)
+        parts += [np.pad(rows[member], (0, length - len(rows[member])), mode="edge") for member in members]
         buckets.append((len(members), length))
-    flat_start_N = np.cumsum(lengths_N) - lengths_N
-    return np.arange(lengths_N.sum()) + np.repeat(row_start_N - flat_start_N, lengths_N), buckets
+    return np.concatenate(parts), buckets
 
 
-def _causal(q_N_H_L_D: Tensor, k_N_K_L_D: Tensor, v_N_K_L_D: Tensor) -> Tensor:
-    gqa = q_N_H_L_D.shape[1] != k_N_K_L_D.shape[1]
+def _causal(qkv_N_A_L_D: Tensor, heads: tuple[int, int, int]) -> Tensor:
+    q_N_H_L_D, k_N_K_L_D, v_N_K_L_D = qkv_N_A_L_D.split(heads, dim=1)
+    gqa = heads[0] != heads[1]
     out = F.scaled_dot_product_attention(q_N_H_L_D, k_N_K_L_D, v_N_K_L_D, is_causal=True, enable_gqa=gqa)
     return out.transpose(1, 2).flatten(0, 1)
 

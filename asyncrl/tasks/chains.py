@@ -21,6 +21,7 @@ CHARACTERS = digits + ascii_lowercase + "+-="
 HELD_OUT_SHARE = 8
 """One problem text in this many is held out, whatever the seed."""
 MIN_SIZE = 2
+MAX_OPERAND = 3
 
 
 class Chain(msgspec.Struct, frozen=True):
@@ -51,10 +52,12 @@ def draw_size(settings: ChainsTask, random: Random) -> int:
 
 
 def draw_chain(size: int, random: Random) -> Chain:
-    """Each step goes to another digit, so that no running value ever leaves 0..9."""
+    """Each step moves by one to MAX_OPERAND, up or down, and never leaves 0..9."""
     values = [random.randrange(10)]
     for _ in range(size):
-        values.append((values[-1] + random.randrange(1, 10)) % 10)
+        before = values[-1]
+        reachable = range(max(0, before - MAX_OPERAND), min(9, before + MAX_OPERAND) + 1)
+        values.append(random.choice([value for value in reachable if value != before]))
     return Chain(tuple(values))
 
 

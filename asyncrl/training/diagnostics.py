@@ -29,4 +29,3 @@ def step_figures(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch_k3": sums["k3"] / count,
         "clip_fraction": sums.get("clipped", 0.0) / count,
     }
-

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from asyncrl.algorithms import corrections, grpo
 from asyncrl.algorithms.advantage import group_relative
@@ -18,9 +19,9 @@ from asyncrl.algorithms.settings import Algorithm, Correction
 from asyncrl.config import Trainer
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
-from asyncrl.models.packed import packed_attention
+from asyncrl.models.packed import row_attention
 from asyncrl.training.diagnostics import ratio_sums, step_figures
-from asyncrl.training.packing import PackedBatch, Sample, pack
+from asyncrl.training.packing import Block, PackedBatch, block, pack
 from asyncrl.training.report import StepReport
 from asyncrl.types import Group
 
@@ -54,18 +55,17 @@ class Learner:
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Forward and backward; gradients add up until `step`."""
-        samples = [sample for group in groups for sample in self._samples_of(group)]
-        self._samples += len(samples)
-        self._tokens += sum(int(sample.sampled.sum()) for sample in samples)
-        # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on it.
-        useful = [sample for sample in samples if sample.advantage != 0.0]
+        blocks = [self._block(group) for group in groups]
+        self._samples += sum(len(block.answers) for block in blocks)
+        self._tokens += sum(answer.num_sampled for block in blocks for answer in block.answers)
+        # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
+        useful = [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
         for batch in pack(useful, self._settings.token_budget):
             self._backward(batch)
 
-    def _samples_of(self, group: Group) -> Iterator[Sample]:
+    def _block(self, group: Group) -> Block:
         rewards = np.array([t.reward for t in group.trajectories], dtype=np.float64)
-        advantages = group_relative(rewards, normalize_std=self._algorithm.normalize_std)
-        return (Sample.of(t, float(a)) for t, a in zip(group.trajectories, advantages, strict=True))
+        return block(group, group_relative(rewards, normalize_std=self._algorithm.normalize_std).tolist())
 
     def _backward(self, batch: PackedBatch) -> None:
         logp_L = self.token_logprobs(batch)
@@ -81,8 +81,9 @@ class Learner:
     def token_logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probability of each sampled token, at the temperature it was sampled with."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._settings.dtype == "bf16"):
-            hidden_T = self.model(batch.tokens_T, batch.positions_T, packed_attention(batch.lengths))
-            logits_L = self.model.logits(hidden_T[batch.predict_L])
+            hidden_T = self.model(batch.tokens_T, batch.positions_T, row_attention(batch.rows))
+            # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
+            logits_L = self.model.logits(functional.embedding(batch.predict_L, hidden_T))
         logits_L = logits_L.float() / self._temperature
         return torch.log_softmax(logits_L, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
 

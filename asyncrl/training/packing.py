@@ -1,33 +1,47 @@
-"""Trajectories to packed batches: tokens one after the other, no padding, at most a token budget each.
+"""Groups to packed batches: tokens one after the other, no padding, each prompt once, at most a token budget each.
 
-Axis suffixes: T all tokens of a batch, L its sampled tokens. Logits are needed only where the *next* token was
-sampled, so `predict_L` points at those positions and everything per sampled token has the same length.
+Axis suffixes: T all tokens of a batch, L its sampled tokens. The samples of a group share their prompt, so a block is
+the prompt followed by each answer without its last token, from which nothing is predicted. Logits are needed only
+where the *next* token was sampled: `predict_L` points at those positions, and everything per sampled token has the
+same length.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from asyncrl.types import GIVEN, Floats, Ints, Trajectory
+from asyncrl.models.packed import Indices
+from asyncrl.types import GIVEN, Floats, Group, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One trajectory with its advantage, as arrays."""
+class Answer:
+    """What follows the prompt in one trajectory."""
 
     tokens: Ints
     logprobs: Floats
-    sampled: np.ndarray
+    sampled: npt.NDArray[np.bool_]
+    """False for tokens given in between, such as a tool's."""
     advantage: float
 
-    @classmethod
-    def of(cls, trajectory: Trajectory, advantage: float) -> "Sample":
-        sampled = trajectory.versions != GIVEN
-        if sampled[0]:
-            raise ValueError(f"trajectory {trajectory.slot} starts with a sampled token: a prompt must come first")
-        return cls(trajectory.tokens, trajectory.logprobs, sampled, advantage)
+    @property
+    def num_sampled(self) -> int:
+        return int(self.sampled.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A prompt and answers to it."""
+
+    prompt: Ints
+    answers: Sequence[Answer]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + sum(len(answer.tokens) - 1 for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +50,81 @@ class PackedBatch:
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
-    lengths: tuple[int, ...]
+    rows: list[Indices]
+    """The positions in T that each sample consists of: the shared prompt's, then its own."""
     predict_L: torch.Tensor
     target_L: torch.Tensor
     behaviour_logp_L: torch.Tensor
     advantage_L: torch.Tensor
 
 
-def pack(samples: Iterable[Sample], token_budget: int) -> Iterator[PackedBatch]:
-    """Longest first, each batch filled up to the budget; one sample longer than the budget is a batch of its own."""
-    chosen: list[Sample] = []
+def block(group: Group, advantages: Sequence[float]) -> Block:
+    """A group as a block; its trajectories must begin with the same given tokens."""
+    first = group.trajectories[0]
+    length = int(np.argmax(first.versions != GIVEN))
+    prompt = first.tokens[:length]
+    answers: list[Answer] = []
+    for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+        tokens, sampled = trajectory.tokens, trajectory.versions != GIVEN
+        if not length or sampled[:length].any() or not np.array_equal(tokens[:length], prompt):
+            raise ValueError(f"trajectory {trajectory.slot} does not begin with the prompt of its group")
+        answers.append(Answer(tokens[length:], trajectory.logprobs[length:], sampled[length:], advantage))
+    return Block(prompt, answers)
+
+
+def pack(blocks: Iterable[Block], token_budget: int) -> Iterator[PackedBatch]:
+    """Largest blocks first, each batch filled up to the budget; a single answer may be longer than it."""
+    chosen: list[Block] = []
     used = 0
-    for sample in sorted(samples, key=lambda s: len(s.tokens), reverse=True):
-        if chosen and used + len(sample.tokens) > token_budget:
+    parts = [part for block in blocks for part in _split(block, token_budget)]
+    for part in sorted(parts, key=lambda part: part.num_tokens, reverse=True):
+        if chosen and used + part.num_tokens > token_budget:
             yield _batch(chosen)
             chosen, used = [], 0
-        chosen.append(sample)
-        used += len(sample.tokens)
+        chosen.append(part)
+        used += part.num_tokens
     if chosen:
         yield _batch(chosen)
 
 
-def _batch(samples: list[Sample]) -> PackedBatch:
-    tokens = np.concatenate([s.tokens for s in samples]).astype(np.int64)
-    sampled = np.flatnonzero(np.concatenate([s.sampled for s in samples]))
-    advantages = np.concatenate([np.full(int(s.sampled.sum()), s.advantage, np.float32) for s in samples])
+def _split(whole: Block, token_budget: int) -> Iterator[Block]:
+    """Blocks within the budget, where single answers allow it; each has the prompt again."""
+    answers: list[Answer] = []
+    for answer in whole.answers:
+        if answers and Block(whole.prompt, [*answers, answer]).num_tokens > token_budget:
+            yield Block(whole.prompt, answers)
+            answers = []
+        answers.append(answer)
+    yield Block(whole.prompt, answers)
+
+
+def _batch(blocks: list[Block]) -> PackedBatch:
+    tokens: list[Ints] = []
+    rows: list[Indices] = []
+    predict: list[Indices] = []
+    answers = [answer for block in blocks for answer in block.answers]
+    end = 0
+    for part in blocks:
+        shared = np.arange(end, end + len(part.prompt))
+        tokens.append(part.prompt)
+        end += len(part.prompt)
+        for answer in part.answers:
+            row = np.concatenate([shared, np.arange(end, end + len(answer.tokens) - 1)])
+            tokens.append(answer.tokens[:-1])
+            end += len(answer.tokens) - 1
+            rows.append(row)
+            predict.append(row[len(shared) - 1 :][answer.sampled])
+    positions = np.empty(end, dtype=np.int64)
+    for row in rows:
+        positions[row] = np.arange(len(row))
     return PackedBatch(
-        tokens_T=torch.from_numpy(tokens),
-        positions_T=torch.from_numpy(np.concatenate([np.arange(len(s.tokens)) for s in samples])),
-        lengths=tuple(len(s.tokens) for s in samples),
-        predict_L=torch.from_numpy(sampled - 1),
-        target_L=torch.from_numpy(tokens[sampled]),
-        behaviour_logp_L=torch.from_numpy(np.concatenate([s.logprobs for s in samples])[sampled]),
-        advantage_L=torch.from_numpy(advantages),
+        tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+        positions_T=torch.from_numpy(positions),
+        rows=rows,
+        predict_L=torch.from_numpy(np.concatenate(predict)),
+        target_L=torch.from_numpy(np.concatenate([a.tokens[a.sampled] for a in answers]).astype(np.int64)),
+        behaviour_logp_L=torch.from_numpy(np.concatenate([a.logprobs[a.sampled] for a in answers])),
+        advantage_L=torch.from_numpy(
+            np.concatenate([np.full(a.num_sampled, a.advantage, dtype=np.float32) for a in answers])
+        ),
     )

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
+import msgspec
 import torch
 from torch.nn import functional as F
 
@@ -20,11 +21,17 @@ from asyncrl.models.checkpoint import random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.packed import packed_attention
-from asyncrl.tasks.chains import CHARACTERS, END, Chain, Chains
+from asyncrl.tasks.chains import CHARACTERS, END, MIN_SIZE, Chain, Chains
 
 MAX_POSITIONS = 256
 RAMP = 20
 """Steps over which the learning rate rises; it falls to zero over the rest."""
+GROWTH = 0.5
+"""Share of the steps over which problems grow from the smallest to their full sizes."""
+WIDER = 1.5
+"""How much wider than the task's own the sizes are spread: long problems are rare, and every label must be met."""
+THREADS = 1
+"""Fixed, because the order of sums, and with it the last bits of the weights, depends on it."""
 
 Progress = Callable[[int, float], None]
 """Called with the number of steps done and their last loss."""
@@ -46,7 +53,7 @@ def make_model(
     tokenizer = save_character_tokenizer(directory, CHARACTERS, END, MAX_POSITIONS)
     model = random_model(_config(settings, tokenizer), seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in one order, whatever the machine
+    torch.set_num_threads(THREADS)
     try:
         _train(model, settings, Examples(task, tokenizer, settings.noise, seed), progress)
     finally:
@@ -59,18 +66,32 @@ class Examples:
     """Endless training problems with answers that contain mistakes."""
 
     def __init__(self, task: ChainsTask, tokenizer: Tokenizer, noise: float, seed: int) -> None:
-        # Another stream than RL's: the start should not have seen what RL is asked.
-        self._chains = Chains(task, seed ^ 0x5EED)
+        self._task = task
         self._tokenizer = tokenizer
         self._noise = noise
+        # Another stream than RL's: the start should not have seen what RL is asked.
+        self._seed = seed ^ 0x5EED
         self._random = Random(f"{seed}/warm_start")
         self._indices = count()
 
-    def next(self) -> Example:
-        chain = self._chains.chain("train", next(self._indices))
+    def batch(self, num_tokens: int, growth: float) -> list[Example]:
+        """At least `num_tokens` of examples; `growth` goes from 0, the smallest problems, to 1."""
+        chains = Chains(_easier(self._task, growth), self._seed)
+        found: list[Example] = []
+        while sum(len(tokens) for tokens, _ in found) < num_tokens:
+            found.append(self._example(chains.chain("train", next(self._indices))))
+        return found
+
+    def _example(self, chain: Chain) -> Example:
         prompt = self._tokenizer.encode(chain.prompt)
         answer = self._tokenizer.encode(chain.worked(noisy_values(chain, self._noise, self._random)))
         return prompt + answer, len(prompt)
+
+
+def _easier(task: ChainsTask, growth: float) -> ChainsTask:
+    """Copying and adding are learned on short problems first; in long ones from the start they take twice as long."""
+    median = round(MIN_SIZE + (task.median_size * WIDER - MIN_SIZE) * growth)
+    return msgspec.structs.replace(task, median_size=median, size_spread=task.size_spread * WIDER * growth)
 
 
 def noisy_values(chain: Chain, noise: float, random: Random) -> tuple[int, ...]:
@@ -100,10 +121,10 @@ def _config(settings: WarmStart, tokenizer: Tokenizer) -> ModelConfig:
             "head_dim": settings.hidden_size // settings.heads,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
+            "rope_theta": 1_000.0,
             "max_position_embeddings": MAX_POSITIONS,
             "tie_word_embeddings": True,
-            "initializer_range": 0.02,
+            "initializer_range": 0.08,
             "eos_token_id": eos,
             "pad_token_id": 0,
         }
@@ -114,7 +135,8 @@ def _train(model: Decoder, settings: WarmStart, examples: Examples, progress: Pr
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings.steps))
     for step in range(1, settings.steps + 1):
-        loss = _loss(model, [examples.next() for _ in range(settings.batch)])
+        growth = min(1.0, step / (GROWTH * settings.steps))
+        loss = _loss(model, examples.batch(settings.batch_tokens, growth))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

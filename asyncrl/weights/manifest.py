@@ -36,5 +36,5 @@ def digest_tensors(named: NamedTensors) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in named:
         digest.update(f"{name} {tuple(tensor.shape)} {dtype_name(tensor.dtype)};".encode())
-        digest.update(memoryview(as_bytes(tensor).numpy()))
+        digest.update(as_bytes(tensor).numpy().data)
     return digest.hexdigest()

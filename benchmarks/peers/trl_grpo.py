@@ -38,8 +38,10 @@ def trl_samples_per_second(model: Path, steps: int) -> float:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             marks.append(time.perf_counter())
 
-    def judge(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [reward(p, c, a) for p, c, a in zip(prompts, completions, answer, strict=True)]
+    def judge(prompts: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        # TRL hands over text without special tokens; the end of an answer is one, and counts.
+        answered = [tokenizer.decode(ids) for ids in completion_ids]
+        return [reward(p, c, a) for p, c, a in zip(prompts, answered, answer, strict=True)]
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),

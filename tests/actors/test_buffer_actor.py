@@ -8,7 +8,7 @@ import pytest
 
 from actors.buffer import BufferActor
 from asyncrl.config import Buffer, Flow, Rollout, Run
-from asyncrl.errors import StallError
+from asyncrl.errors import StallError, StorageError
 from asyncrl.types import Delivery, Slot
 from tests.buffers import payload
 from tests.unit.test_buffer_log import file_size_limit
@@ -186,7 +186,7 @@ def test_a_full_disk_is_told_to_every_caller_and_then_the_buffer_goes_on(tmp_pat
         calls = [[payload(0, 1)], [payload(1, 0)]]
         with file_size_limit(1500):
             errors = await asyncio.gather(*map(buffer.append, calls), return_exceptions=True)
-        assert [type(error) for error in errors] == [OSError, OSError]
+        assert [type(error) for error in errors] == [StorageError, StorageError]
         assert (await buffer.ledger()).buffered == 1
         for call in calls:
             assert [receipt.status for receipt in await buffer.append(call)] == ["stored"]

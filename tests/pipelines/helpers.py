@@ -12,9 +12,9 @@ from typing import Any
 COMMAND = str(Path(sys.executable).with_name("asyncrl"))
 SMALL = (
     "experiment=quickstart",
+    "model=checkpoint",
     "cluster=inprocess",
     "steps=4",
-    "model.steps=40",
     "flow.groups_per_step=4",
     "flow.groups_per_take=1",
     "rollout.group_size=4",
@@ -22,15 +22,23 @@ SMALL = (
     "checkpoint.every=1",
     "checkpoint.keep=100",
 )
-"""A run of a few seconds; the warm start is too short to be any good, the bookkeeping is the same."""
+"""A run of a few seconds."""
 
 
-def start(root: Path, *overrides: str) -> "subprocess.Popen[str]":
-    command = [COMMAND, "run", *SMALL, f"root={root}", "name=run", *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment())
+def command(root: Path, model: Path, *overrides: str) -> list[str]:
+    return [COMMAND, "run", *SMALL, f"model.path={model}", f"root={root}", "name=run", *overrides]
 
 
-def finish(process: "subprocess.Popen[str]", *, timeout: float = 240) -> str:
+def start(root: Path, model: Path, *overrides: str) -> "subprocess.Popen[str]":
+    return _start(command(root, model, *overrides))
+
+
+def _start(words: list[str]) -> "subprocess.Popen[str]":
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def finish(process: "subprocess.Popen[str]", *, timeout: float = 100) -> str:
     """Wait for a success; a failure shows what the run printed."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output
@@ -38,10 +46,7 @@ def finish(process: "subprocess.Popen[str]", *, timeout: float = 240) -> str:
 
 
 def resume(directory: Path) -> str:
-    command = [COMMAND, "resume", str(directory)]
-    return finish(
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment())
-    )
+    return finish(_start([COMMAND, "resume", str(directory)]))
 
 
 def summary(root: Path) -> dict[str, Any]:
@@ -58,7 +63,3 @@ def kill_after_step(process: "subprocess.Popen[str]", root: Path, step: int) -> 
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}

@@ -35,8 +35,8 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("staleness", "on_update"), [(0, "keep"), (2, "keep"), (2, "recompute")], ids=["sync", "keep", "recompute"]
 )
-def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, staleness: int, on_update: str):
-    helpers.finish(helpers.start(tmp_path, f"max_staleness={staleness}", f"rollout.on_update={on_update}"))
+def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, model: Path, staleness: int, on_update: str):
+    helpers.finish(helpers.start(tmp_path, model, f"max_staleness={staleness}", f"rollout.on_update={on_update}"))
     summary = helpers.summary(tmp_path)
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["status"] == "ok"
@@ -53,9 +53,9 @@ def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, staleness: int,
     assert len(_consumed(tmp_path)) == len(set(_consumed(tmp_path))) == 16
 
 
-def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path):
+def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path, model: Path):
     """Answers run on across weight updates; their tokens, log-probabilities and versions stay in step."""
-    helpers.finish(helpers.start(tmp_path, "max_staleness=2", "steps=6", "flow.groups_per_step=2"))
+    helpers.finish(helpers.start(tmp_path, model, "max_staleness=2", "steps=6", "flow.groups_per_step=2"))
     trajectories = list(read_run(tmp_path / "run" / "trajectories"))
     assert max(Counter(t.slot for t in trajectories).values()) == 1
     spans = 0
@@ -70,8 +70,8 @@ def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path)
     assert spans > 0, "no answer spanned a weight update: the run did not exercise partial rollouts"
 
 
-def test_a_killed_run_resumes_and_trains_on_every_group_exactly_once(tmp_path: Path):
-    process = helpers.start(tmp_path, "steps=8")
+def test_a_killed_run_resumes_and_trains_on_every_group_exactly_once(tmp_path: Path, model: Path):
+    process = helpers.start(tmp_path, model, "steps=8")
     helpers.kill_after_step(process, tmp_path, 3)
     run = tmp_path / "run"
     before = {step: _weights(path) for step, path in numbered(run / "checkpoints")}

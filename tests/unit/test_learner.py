@@ -9,11 +9,12 @@ import torch
 from asyncrl.algorithms.settings import Grpo, TokenTis
 from asyncrl.config import Trainer
 from asyncrl.errors import CheckpointError
+from asyncrl.models.packed import packed_attention
 from asyncrl.training import checkpoint
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.learner import Learner
-from asyncrl.training.packing import Sample, pack
-from asyncrl.types import Group, Segment, Slot, Trajectory
+from asyncrl.training.packing import Block, block, pack
+from asyncrl.types import GIVEN, Group, Segment, Slot, Trajectory
 from tests.tiny_model import tiny_checkpoint
 
 VOCABULARY = 48
@@ -64,26 +65,72 @@ def _gradients(learner: Learner) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None}
 
 
+def _blocks(groups: list[Group]) -> list[Block]:
+    return [block(group, [1.0] * len(group.trajectories)) for group in groups]
+
+
 def test_packing_keeps_every_sampled_token_once_and_within_the_budget():
-    samples = [Sample.of(t, 1.0) for group in _groups(5) for t in group.trajectories]
-    batches = list(pack(samples, token_budget=64))
+    groups = _groups(5)
+    batches = list(pack(_blocks(groups), token_budget=64))
     assert len(batches) > 3
     for batch in batches:
-        assert batch.tokens_T.numel() <= 64 or len(batch.lengths) == 1
-        assert sum(batch.lengths) == batch.tokens_T.numel()
-        # what is predicted from position i is the token at i + 1
-        assert torch.equal(batch.tokens_T[batch.predict_L + 1], batch.target_L)
-    assert sum(batch.target_L.numel() for batch in batches) == sum(int(s.sampled.sum()) for s in samples)
+        assert batch.tokens_T.numel() <= 64 or len(batch.rows) == 1
+        assert set(np.concatenate(batch.rows).tolist()) == set(range(batch.tokens_T.numel()))
+    trajectories = [t for group in groups for t in group.trajectories]
+    assert sum(batch.target_L.numel() for batch in batches) == sum(t.sampled_tokens for t in trajectories)
     found = sorted(float(x) for batch in batches for x in batch.behaviour_logp_L)
-    assert found == sorted(float(x) for s in samples for x in s.logprobs[s.sampled])
+    assert found == sorted(float(x) for t in trajectories for x in t.logprobs[t.versions != GIVEN])
+
+
+def test_a_packed_group_holds_its_prompt_once():
+    (group,) = _groups(1)
+    (batch,) = pack(_blocks([group]), token_budget=10_000)
+    prompt = len(group.trajectories[0].segments[0])
+    answers = [t.sampled_tokens for t in group.trajectories]
+    assert batch.tokens_T.numel() == prompt + sum(answers) - len(answers)
+    for row, trajectory in zip(batch.rows, group.trajectories, strict=True):
+        assert batch.tokens_T[torch.from_numpy(row)].tolist() == trajectory.tokens[:-1].tolist()
+        assert batch.positions_T[torch.from_numpy(row)].tolist() == list(range(len(row)))
+    assert batch.target_L.tolist() == [x for t in group.trajectories for x in t.tokens[prompt:].tolist()]
 
 
 def test_packed_log_probabilities_equal_those_of_each_sample_alone(model_path: Path):
+    """Each trajectory by itself, without packing, sharing or padding: no sample sees another."""
     learner = _learner(model_path)
-    samples = [Sample.of(t, 1.0) for group in _groups(3) for t in group.trajectories]
-    (together,) = pack(samples, token_budget=10_000)
-    alone = [learner.token_logprobs(batch) for batch in pack(samples, token_budget=1)]
-    assert torch.allclose(learner.token_logprobs(together), torch.cat(alone), atol=1e-5)
+    groups = _groups(3)
+    batches = list(pack(_blocks(groups), token_budget=10_000))
+    assert len(batches) == 1
+    targets = batches[0].target_L.tolist()
+    ordered = sorted(groups, key=lambda group: -_blocks([group])[0].num_tokens)
+    alone: list[torch.Tensor] = []
+    for trajectory in (t for group in ordered for t in group.trajectories):
+        tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))
+        hidden = learner.model(tokens, torch.arange(len(tokens)), packed_attention([len(tokens)]))
+        logp = torch.log_softmax(learner.model.logits(hidden), dim=-1)
+        prompt = len(trajectory.segments[0])
+        alone.append(logp[prompt - 1 : -1].gather(1, tokens[prompt:, None]).squeeze(1))
+    assert targets == [int(x) for group in ordered for t in group.trajectories for x in t.tokens[len(t.segments[0]) :]]
+    assert torch.allclose(learner.token_logprobs(batches[0]), torch.cat(alone), atol=1e-5)
+
+
+def test_changing_one_sample_leaves_the_others_untouched(model_path: Path):
+    learner = _learner(model_path)
+    (group,) = _groups(1)
+    (batch,) = pack(_blocks([group]), token_budget=10_000)
+    before = learner.token_logprobs(batch)
+    own = batch.rows[1][len(group.trajectories[0].segments[0]) :]
+    batch.tokens_T[own] = (batch.tokens_T[own] + 1) % VOCABULARY
+    after = learner.token_logprobs(batch)
+    counts = [t.sampled_tokens for t in group.trajectories]
+    for i, (old, new) in enumerate(zip(before.split(counts), after.split(counts), strict=True)):
+        assert torch.equal(old[1:], new[1:]) == (i != 1)
+
+
+def test_a_group_with_two_prompts_is_refused():
+    first, second = _groups(2)
+    mixed = Group(id=0, trajectories=(first.trajectories[0], second.trajectories[0]))
+    with pytest.raises(ValueError, match="does not begin with the prompt"):
+        block(mixed, [1.0, 1.0])
 
 
 def test_gradient_of_many_early_micro_batches_equals_that_of_one_batch(model_path: Path):
@@ -109,11 +156,12 @@ def test_loss_is_the_token_mean_over_the_whole_step_not_a_mean_of_means(model_pa
     total, count = torch.zeros(()), 0
     for group in groups:
         for trajectory in group.trajectories:
-            sample = Sample.of(trajectory, 1.0 if trajectory.reward else -1.0)
-            (batch,) = pack([sample], 10_000)
+            advantage = 1.0 if trajectory.reward else -1.0
+            alone = Group(id=0, trajectories=(trajectory,))
+            (batch,) = pack([block(alone, [advantage])], 10_000)
             logp = learner.token_logprobs(batch).detach()
             weight = (logp - batch.behaviour_logp_L).exp().clamp(max=2.0)
-            total = total - (weight * sample.advantage).sum()
+            total = total - (weight * advantage).sum()
             count += logp.numel()
     learner.accumulate(groups)
     assert learner.step().loss == pytest.approx(total.item() / count, rel=1e-4)

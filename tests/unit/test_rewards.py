@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -90,10 +90,14 @@ def reasons(results: list[RewardResult]) -> list[float | str]:
     return [result.reason if isinstance(result, RewardFailure) else result for result in results]
 
 
-def wait_until_gone(pids: list[int]) -> None:
-    """Returns when none of the processes runs; pytest's own time limit ends a wait that would not."""
-    while any(_runs(pid) for pid in pids):
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Pytest's own time limit ends a wait that would not."""
+    while not condition():
         time.sleep(0.01)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(_runs(pid) for pid in pids))
 
 
 def _runs(pid: int) -> bool:
@@ -147,18 +151,12 @@ def test_a_worker_that_dies_between_two_calls_costs_no_sample(settings: Reward) 
         (pid,) = await pool.score(inputs(["pid"]))
         assert isinstance(pid, float)
         os.kill(int(pid), signal.SIGKILL)
-        await asyncio.to_thread(wait_until_gone, [int(pid)])
-        while _exists(int(pid)):  # until the event loop has reaped it
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: not Path(f"/proc/{int(pid)}").exists())  # gone and reaped
         results = await pool.score(inputs(["good"]))
         await pool.close()
         return results
 
     assert asyncio.run(run()) == [0.5]
-
-
-def _exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def test_the_function_cannot_touch_the_protocol(settings: Reward, capfd: pytest.CaptureFixture[str]) -> None:
@@ -228,8 +226,7 @@ def test_closing_fails_what_is_under_way(settings: Reward, tmp_path: Path) -> No
         pool = RewardPool(settings)
         note = tmp_path / "pids"
         call = asyncio.ensure_future(pool.score(inputs([("family", str(note)), "good"])))
-        while not note.exists() or not note.read_text():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: note.exists() and note.read_text() != "")
         await pool.close()
         results = await call
         await pool.close()
@@ -267,8 +264,7 @@ def test_workers_idle_or_hung_die_when_their_parent_is_killed(settings: Reward, 
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         idle = int(parent.stdout.readline())
-        while not note.exists() or not note.read_text():
-            time.sleep(0.01)
+        wait_until(lambda: note.exists() and note.read_text() != "")
         workers = [idle, *(int(pid) for pid in note.read_text().split())]
         assert len(workers) == 3
         assert all(_runs(pid) for pid in workers)
