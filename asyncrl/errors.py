@@ -9,10 +9,6 @@ class ConfigError(AsyncRLError, ValueError):
     """A setting is wrong; the message names the field, the value and the way out."""
 
 
-class MissingDependencyError(AsyncRLError, ImportError):
-    """An optional package is needed; the message holds the command that installs it."""
-
-
 class CheckpointError(AsyncRLError, ValueError):
     """A model or training checkpoint cannot be used as asked."""
 

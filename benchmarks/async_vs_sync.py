@@ -1,6 +1,6 @@
 """Asynchronous (staleness 2) against synchronous (staleness 0): the same code, seed and samples, one after the other.
 
-    python -m benchmarks.async_vs_sync [--seed 0] [--steps N]
+python -m benchmarks.async_vs_sync [--seed 0] [--steps N]
 """
 
 import argparse

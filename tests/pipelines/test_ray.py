@@ -1,0 +1,41 @@
+"""The same run on a real local Ray: killed with kill -9, then resumed."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.training.checkpoint import numbered, read_manifest
+from tests.pipelines import helpers
+
+
+def _actors_of(run: Path) -> list[int]:
+    """Every process that descends from the run, by a variable in its environment."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and f"ASYNCRL_TEST={run}".encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # it ended while we looked, or belongs to somebody else
+            continue
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_kill_the_driver_then_resume_on_ray(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
+    process = helpers.start(tmp_path, model, "cluster=local", "steps=6")
+    helpers.kill_after_step(process, tmp_path, 2)
+    deadline = time.monotonic() + 60
+    while _actors_of(tmp_path):
+        assert time.monotonic() < deadline, "actors outlive the driver that was killed"
+        time.sleep(0.2)
+    helpers.resume(tmp_path / "run")
+    summary = helpers.summary(tmp_path)
+    assert summary["status"] == "ok"
+    assert summary["staleness_max"] <= 2
+    assert summary["ledger"]["consumed"] == 6 * 16
+    assert summary["ledger"]["leased"] == 6 * 16 + sum(summary["ledger"]["dropped"].values())
+    _, last = numbered(tmp_path / "run" / "checkpoints")[-1]
+    consumed = [group for first, end in read_manifest(last).consumed for group in range(first, end + 1)]
+    assert len(consumed) == len(set(consumed)) == 24
