@@ -146,6 +146,7 @@ class RolloutActor:
         """Join the next batch; its failure is that of every answer in it."""
         if not self._outbox:
             self._flushing = asyncio.create_task(self._flush_soon())
+            self._flushing.add_done_callback(_notice)
         self._outbox.append((judged, trajectory))
         await asyncio.shield(self._flushing)
 
@@ -193,6 +194,12 @@ class RolloutActor:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+def _notice(task: asyncio.Task[None]) -> None:
+    """Look at a failure even if everyone who waited for it was cancelled by another one, which then is reported."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _seed(*parts: int | str) -> int:

@@ -38,7 +38,7 @@ class SharedMemoryWriter:
         path = self._directory / f"weights-{version % 2}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, total)
+            _reserve(descriptor, total, path)
             with mmap.mmap(descriptor, total) as memory:
                 _copy_into(memory, [(spec.offset, tensor) for spec, (_, tensor) in zip(specs, named, strict=True)])
         finally:
@@ -49,6 +49,16 @@ class SharedMemoryWriter:
 
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _reserve(descriptor: int, size: int, path: Path) -> None:
+    """Take the room now: a memory file system that is full would otherwise end the process while it copies."""
+    try:
+        os.ftruncate(descriptor, size)
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise WeightSyncError(f"no room for {size} bytes of weights at {path}: {error.strerror}; free some") from None
 
 
 def _copy_into(memory: mmap.mmap, placed: list[tuple[int, torch.Tensor]]) -> None:

@@ -252,3 +252,20 @@ def test_bf16_engine_follows_a_bf16_publication(tmp_path: Path) -> None:
     assert digest == manifest.digest
     expected = gathered(reference_logits(reference, ask("a"), answer).float(), answer.tokens)
     np.testing.assert_allclose(answer.logprobs, expected, atol=0.15)
+
+
+def test_a_prompt_is_shared_with_requests_that_join_beyond_the_rows_held(tmp_path: Path) -> None:
+    """The cache starts with few rows; those that join later copy the prompt into rows that must first be made."""
+    model = tiny_checkpoint(tmp_path)
+
+    async def scenario() -> list[Answer]:
+        async with serving(native(tmp_path)) as engine:
+            first = asyncio.create_task(collect(engine, ask("first", max_tokens=60)))
+            await until_generated(engine, 5)
+            late = await collect_all(engine, [ask(f"late-{i}", seed=i) for i in range(40)])
+            await first
+            return late
+
+    for number, answer in enumerate(asyncio.run(scenario())):
+        logits = reference_logits(model, ask(f"late-{number}"), answer)
+        np.testing.assert_allclose(answer.logprobs, gathered(logits, answer.tokens), atol=1e-4)

@@ -51,12 +51,13 @@ def test_a_bad_reward_is_a_counted_drop(tmp_path: Path, model: Path, function: s
 
 
 def _limit_file_size() -> None:
+    """Stands for a full disk: it stops the trajectory log within the first step, before any weights are written."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
 
 
 def test_a_full_disk_ends_the_run_with_its_reason_and_loses_nothing(tmp_path: Path, model: Path):
-    command = helpers.command(tmp_path, model, "checkpoint.every=0")
+    command = helpers.command(tmp_path, model, "checkpoint.every=0", "steps=2", "flow.groups_per_step=32")
     failed = subprocess.run(
         command, capture_output=True, text=True, timeout=100, check=False, preexec_fn=_limit_file_size
     )
@@ -69,6 +70,6 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_loses_nothing(tmp_path: Pa
     helpers.resume(tmp_path / "run")
     summary = helpers.summary(tmp_path)
     assert summary["status"] == "ok"
-    assert summary["ledger"]["consumed"] == 64
+    assert summary["ledger"]["consumed"] == 2 * 32 * 4
     assert acknowledged <= {t.slot for t in read_run(tmp_path / "run" / "trajectories")}
     assert verify(tmp_path / "run" / "trajectories").sound

@@ -41,6 +41,7 @@ class Scheduler:
             self._slots.append(job)
             self._enter(job)
         slots = self._slots
+        self._cache.reserve(slots.count, 1)  # before `_chunks`, which may copy a shared prompt into a new row
         rows = slots.index[: slots.count]
         chunks = self._chunks() if self._lagging else []
         end_N = slots.computed[: slots.count] + 1
