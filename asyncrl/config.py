@@ -62,8 +62,8 @@ class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
     hidden_size: Positive = 128
     layers: Positive = 2
     heads: Positive = 4
-    kv_heads: Positive = 2
-    intermediate_size: Positive = 256
+    kv_heads: Positive = 1
+    intermediate_size: Positive = 280
     steps: Positive = 800
     batch_tokens: Positive = 400
     lr: AboveZero = 3e-3

@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     options = parser.parse_args()
     common = [f"seed={options.seed}"] + ([f"steps={options.steps}"] if options.steps else [])
-    results = {staleness: run(f"max_staleness={staleness}", *common)[1] for staleness in (2, 0)}
+    results = {staleness: run(f"max_staleness={staleness}", "evaluation.every=0", *common)[1] for staleness in (2, 0)}
     print(f"{'':16}{'samples':>9}{'samples/s':>11}{'tokens/s':>10}{'trainer waits':>15}{'held-out':>10}{'greedy':>8}")
     for staleness, summary in results.items():
         print(

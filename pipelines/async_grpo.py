@@ -121,6 +121,8 @@ class AsyncGrpo:
     async def _after_step(self, steps_done: int) -> None:
         every = self._run.checkpoint.every
         if steps_done == self._run.steps or (every and steps_done % every == 0):
+            await self._published()
+            self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
             begun = time.time()
             await self._fleet.trainer.save()
             self._recorder.span("checkpoint", begun, step=steps_done)

@@ -55,7 +55,7 @@ class Recorder:
 
     @property
     def loop_seconds(self) -> float:
-        """Time spent in the training loop, over every attempt of the run."""
+        """Time spent in the training loop, evaluations left out, over every attempt of the run."""
         return self._earlier_seconds + time.time() - self._loop_started
 
     async def step(
@@ -110,6 +110,7 @@ class Recorder:
     def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
         self.evaluations[steps_done] = {name: getattr(scores, name) for name in scores.__struct_fields__}
         self.span("evaluation", start, step=steps_done, scores=scores)
+        self._loop_started += time.time() - start
         self._progress.evaluation(steps_done, scores)
 
     def write_metrics(self) -> None:

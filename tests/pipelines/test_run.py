@@ -89,6 +89,7 @@ def test_a_killed_run_resumes_and_trains_on_every_group_exactly_once(tmp_path: P
     assert len(consumed) == len(set(consumed)) == 32
     assert summary["ledger"]["consumed"] == 128
     assert summary["ledger"]["leased"] == 128 + dropped
+    assert pq.read_table(run / "metrics.parquet").column("step").to_pylist() == list(range(8))
     # Replayed steps give the weights of the run that was killed, bit for bit.
     after = {step: _weights(path) for step, path in numbered(run / "checkpoints")}
     for step in (2, 3):

@@ -1,7 +1,7 @@
 """Keys and values of the running rows, and attention over them.
 
 Axis suffixes: T flat tokens of a step, N rows, P rows with prefill chunks, M longest chunk, L cached length,
-H query heads, K key/value heads, D head dimension.
+H query heads, K key/value heads, G query heads per key/value head, D head dimension.
 
 The flat tokens of a step are first the last token of every row, in row order, then the other tokens of prefill
 chunks. Rows are compact, so the first part attends over a plain view of the cache; only the few rows with chunks are
@@ -74,12 +74,13 @@ class KvCache:
             keys, values = 2 * layer, 2 * layer + 1
             self._flat[keys].index_copy_(0, place_T, k_T_K_D)
             self._flat[values].index_copy_(0, place_T, v_T_K_D)
-            q_T_H_1_D = q_T_H_D.unsqueeze(2)
+            # Heads that share a key are as good as queries that share it, and attention is faster with fewer heads.
+            q_N_K_G_D = q_T_H_D[:rows].reshape(rows, k_T_K_D.shape[1], -1, q_T_H_D.shape[2])
+            out_N_K_G_D = _attention(q_N_K_G_D, live[keys], live[values], mask_N_1_1_L)
+            out_N_H_D = out_N_K_G_D.reshape(rows, *q_T_H_D.shape[1:])
             if chunk_part is None:
-                return _attention(q_T_H_1_D, live[keys], live[values], mask_N_1_1_L)
-            out_N_H_1_D = _attention(q_T_H_1_D[:rows], live[keys], live[values], mask_N_1_1_L)
-            rest_T_H_D = chunk_part.attend(q_T_H_D[rows:], self._data[keys], self._data[values])
-            return torch.cat([out_N_H_1_D.squeeze(2), rest_T_H_D])
+                return out_N_H_D
+            return torch.cat([out_N_H_D, chunk_part.attend(q_T_H_D[rows:], self._data[keys], self._data[values])])
 
         return attend
 
