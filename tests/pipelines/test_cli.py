@@ -196,7 +196,7 @@ def test_preflight_tells_all_problems(place: Path) -> None:
     ("overrides", "said"),
     [
         (["engine.max_length=100", "rollout.max_tokens=64"], "set engine.max_length=115"),  # 2 + 3 x 16 + 1, and 64
-        (["model.heads=3"], "must be a multiple"),
+        (["model.heads=3", "model.kv_heads=2"], "must be a multiple"),
         (["task=jsonl", "task.path=x.jsonl"], "model=warm_start writes its examples for task=chains only"),
         (["buffer.max_bytes=1000"], "set buffer.max_bytes="),
         (["model.hidden_size=65536", "model.layers=200"], "needs about"),
