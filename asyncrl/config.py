@@ -30,7 +30,7 @@ class NativeEngine(Settings, frozen=True, tag_field="type", tag="native"):
     """Rows decoded together; further requests wait."""
     max_length: Positive = 4096
     """Longest prompt plus answer, in tokens."""
-    prefill_chunk: Positive = 512
+    prefill_chunk: Positive = 1024
     """Prompt tokens computed per step beside the decoding rows."""
     threads: Positive = 1
     """torch threads of one rollout actor on CPU."""

@@ -22,10 +22,11 @@ from torch.nn.utils import skip_init
 
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.norm import NormScale, rms_norm
-from asyncrl.models.rope import rotate, rotation, signed_frequencies
+from asyncrl.models.rope import Rotation, computed_rotation, rotate, signed_frequencies, tabled_rotation
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_H_D."""
+"""(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_H_D. It may answer for the first tokens only: nothing more is then
+computed of the others, as when all that is wanted of a prompt is its keys and values."""
 
 
 class LayerTensors(NamedTuple):
@@ -48,6 +49,8 @@ class LayerTensors(NamedTuple):
 
     def forward(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         y_T_E = self._attention(rms_norm(x_T_E, self.input_norm), cos, sin, layer, attend)
+        if y_T_E.shape[0] < x_T_E.shape[0]:
+            x_T_E = x_T_E[: y_T_E.shape[0]]
         x_T_E = _add_projection(x_T_E, y_T_E, self.out, self.out_bias)
         y_T_F = self._gated(rms_norm(x_T_E, self.mlp_norm))
         return _add_projection(x_T_E, y_T_F, self.down, self.down_bias)
@@ -82,14 +85,14 @@ class Tensors(NamedTuple):
     """What a whole decoder computes with."""
 
     embedding_V_E: Tensor
-    frequencies_D: Tensor
+    rotation: Rotation
     layers: Iterable[Callable[[Tensor, Tensor, Tensor, int, Attend], Tensor]]
     norm: NormScale
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normalised and ready for the output matrix."""
         x_T_E = F.embedding(tokens_T, self.embedding_V_E)
-        cos, sin = rotation(positions_T, self.frequencies_D, x_T_E.dtype)
+        cos, sin = self.rotation(positions_T)
         for index, layer in enumerate(self.layers):
             x_T_E = layer(x_T_E, cos, sin, index, attend)
         return rms_norm(x_T_E, self.norm)
@@ -157,13 +160,15 @@ class Decoder(nn.Module):
     def blocks(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def tensors(self) -> Tensors:
+    def tensors(self, max_length: int) -> Tensors:
         """The computation of `forward` without modules, for decoding; valid until the weights change."""
-        return self._tensors([layer.tensors().forward for layer in self.blocks()])
+        rotation = tabled_rotation(self.frequencies_D, self.norm.dtype, max_length)
+        return self._tensors(rotation, [layer.tensors().forward for layer in self.blocks()])
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normalised and ready for `logits`."""
-        return self._tensors(self.layers).forward(tokens_T, positions_T, attend)
+        rotation = computed_rotation(self.frequencies_D, self.norm.dtype)
+        return self._tensors(rotation, self.layers).forward(tokens_T, positions_T, attend)
 
     @property
     def output_matrix(self) -> Tensor:
@@ -172,9 +177,8 @@ class Decoder(nn.Module):
     def logits(self, hidden_T_E: Tensor) -> Tensor:
         return F.linear(hidden_T_E, self.output_matrix)
 
-    def _tensors(self, layers: Iterable[Callable[..., Tensor]]) -> Tensors:
-        norm = NormScale.of(self.norm, self.config.norm_eps)
-        return Tensors(self.embed_tokens.weight, self.frequencies_D, layers, norm)
+    def _tensors(self, rotation: Rotation, layers: Iterable[Callable[..., Tensor]]) -> Tensors:
+        return Tensors(self.embed_tokens.weight, rotation, layers, NormScale.of(self.norm, self.config.norm_eps))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Not a buffer: positions need fp32 frequencies whatever dtype the weights are cast to.

@@ -12,8 +12,8 @@ from torch import Tensor
 class NormScale(NamedTuple):
     """Weight and epsilon of a normalisation over the last axis, of size E."""
 
-    scale: Tensor
-    """sqrt(E) weight, in fp32."""
+    scale: Tensor | None
+    """sqrt(E) weight, in fp32; None where it was multiplied into what reads the result."""
     floor: Tensor
     """sqrt(E eps)."""
 
@@ -22,8 +22,12 @@ class NormScale(NamedTuple):
         size = weight.shape[-1]
         return cls(weight.float() * size**0.5, torch.tensor((size * eps) ** 0.5, device=weight.device))
 
+    def unscaled(self) -> "NormScale":
+        return NormScale(None, self.floor)
+
 
 def rms_norm(x: Tensor, norm: NormScale) -> Tensor:
     if x.dtype != torch.float32:
         return rms_norm(x.float(), norm).to(x.dtype)
-    return x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), norm.floor) * norm.scale
+    x = x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), norm.floor)
+    return x if norm.scale is None else x * norm.scale

@@ -8,6 +8,7 @@ the sign each half needs, so that the rotation is x*cos + swap(x)*sin: three ope
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,12 +33,26 @@ def _stretch_llama3(inverse: Tensor, rope: Rope) -> Tensor:
     return (1 - blend) * inverse / rope.factor + blend * inverse
 
 
-def rotation(positions_T: Tensor, frequencies_D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine of every token, shaped to broadcast over heads."""
-    angles_T_1_D = positions_T.view(-1, 1, 1) * frequencies_D
-    return angles_T_1_D.cos().to(dtype), angles_T_1_D.sin().to(dtype)
+Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""positions_T -> cosine and signed sine of every token, shaped T_1_D to broadcast over heads."""
+
+
+def computed_rotation(frequencies_D: Tensor, dtype: torch.dtype) -> Rotation:
+    """For any positions."""
+
+    def rotation(positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        angles_T_1_D = positions_T.view(-1, 1, 1) * frequencies_D
+        return angles_T_1_D.cos().to(dtype), angles_T_1_D.sin().to(dtype)
+
+    return rotation
+
+
+def tabled_rotation(frequencies_D: Tensor, dtype: torch.dtype, positions: int) -> Rotation:
+    """Looked up, for positions below a limit: a decoding step of a small model is short, and this is part of each."""
+    cos, sin = computed_rotation(frequencies_D, dtype)(torch.arange(positions, device=frequencies_D.device))
+    return lambda positions_T: (cos.index_select(0, positions_T), sin.index_select(0, positions_T))
 
 
 def rotate(x_T_H_D: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor) -> Tensor:
     swapped_T_H_D = x_T_H_D.roll(x_T_H_D.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_T_H_D * cos_T_1_D, swapped_T_H_D, sin_T_1_D)
+    return (x_T_H_D * cos_T_1_D).addcmul_(swapped_T_H_D, sin_T_1_D)

@@ -56,17 +56,16 @@ class KvCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a row the first `length` positions of another."""
-        self._data[:, target, :length] = self._data[:, source, :length]
+        self._bytes[:, target, :length] = self._bytes[:, source, :length]
 
-    def attend(self, positions_T: Column, rows: int, chunks: list[Chunk]) -> Attend:
+    def attend(self, positions_T: Column, rows: int, reach: int, chunks: list[Chunk]) -> Attend:
         """Attention of one step; it stores the keys and values of the step's tokens before it reads."""
         row_T = self._row_index[:rows]
         if chunks:
             row_T = np.concatenate([row_T, *(np.full(c.end - c.start, c.row) for c in chunks)])
         place_T = torch.from_numpy(row_T * self.shape[1] + positions_T)
-        last_N = positions_T[:rows]
-        reach = int(last_N.max()) + 1
-        mask_N_1_1_L = _mask(last_N[:, None, None], reach)
+        mask_N_1_1_L = _mask(positions_T[:rows, None, None], reach)
+        last_layer = len(self._flat) // 2 - 1
         live = self._by_head[:, :rows, :, :reach].unbind()
         chunk_part = _ChunkPart(chunks) if chunks else None
 
@@ -78,7 +77,7 @@ class KvCache:
             q_N_K_G_D = q_T_H_D[:rows].reshape(rows, k_T_K_D.shape[1], -1, q_T_H_D.shape[2])
             out_N_K_G_D = _attention(q_N_K_G_D, live[keys], live[values], mask_N_1_1_L)
             out_N_H_D = out_N_K_G_D.reshape(rows, *q_T_H_D.shape[1:])
-            if chunk_part is None:
+            if chunk_part is None or layer == last_layer:  # behind the last layer only a row's last token is wanted
                 return out_N_H_D
             return torch.cat([out_N_H_D, chunk_part.attend(q_T_H_D[rows:], self._data[keys], self._data[values])])
 
@@ -87,6 +86,7 @@ class KvCache:
     def _hold(self, data: Tensor) -> None:
         """Keep the storage (key and value of layer 0, of layer 1, ...) and the views that every step needs."""
         self._data = data
+        self._bytes = data.view(torch.uint8).numpy()  # numpy starts to copy in a tenth of the time that torch takes
         self._flat = data.flatten(1, 2).unbind()
         self._by_head = data.transpose(2, 3)
         self._row_index = np.arange(data.shape[1])

@@ -7,12 +7,12 @@ from math import isnan
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from asyncrl.config import NativeEngine as Settings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.native.cache import KvCache
+from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
 from asyncrl.engines.native.sampling import sample
 from asyncrl.engines.native.scheduler import Scheduler
 from asyncrl.engines.native.slots import SlotTable
@@ -21,16 +21,6 @@ from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
 from asyncrl.types import EngineStats, Request, Segment, WeightAck, WeightManifest
 from asyncrl.weights.shared_memory import digest_tensors, read_tensors
-
-
-def store_by_columns(model: nn.Module) -> None:
-    """Lay the matrices out so that their transpose is contiguous, names and values unchanged.
-
-    A small batch times a row-major weight takes a slow path in torch on ARM, 2 to 4 times slower at 16 to 64 rows.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t(), requires_grad=False)
 
 
 class NativeEngine(CooperativeEngine):
@@ -73,11 +63,9 @@ class NativeEngine(CooperativeEngine):
         self._slots = SlotTable(rows, length)
         self._scheduler = Scheduler(self._slots, self._cache, self._waiting, rows, self.settings.prefill_chunk)
 
-    @torch.no_grad()
     def _derive(self) -> None:
         """What follows from the weights and must be made again when they change."""
-        self._tensors = self._model.tensors()
-        self._head_E_V = self._model.output_matrix.t().contiguous()
+        self._tensors, self._head_E_V = decoding_tensors(self._model, self.settings.max_length)
 
     def _shut(self) -> None:
         del self._model, self._tensors, self._head_E_V, self._cache, self._slots, self._scheduler
@@ -96,19 +84,20 @@ class NativeEngine(CooperativeEngine):
     def _step(self) -> None:
         step, slots = self._scheduler.plan(), self._slots
         rows = slots.count
-        attend = self._cache.attend(step.positions_T, rows, step.chunks)
-        hidden_T_E = self._tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
-        logits_N_V = torch.mm(hidden_T_E[:rows], self._head_E_V).float()
+        attend = self._cache.attend(step.positions_T, rows, step.reach, step.chunks)
+        hidden_N_E = self._tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
+        logits_N_V = torch.mm(hidden_N_E, self._head_E_V).float()
         uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
         token_N_1, logprob_N_1 = sample(logits_N_V, slots.settings(), uniform_N_1)
         logprob_N = logprob_N_1.numpy()[:, 0]
         if isnan(logprob_N.sum()):
             raise EngineError(f"the model's logits are NaN under version {self._version}: its weights have diverged")
-        sampled, ended_R = slots.record(step.end_N, token_N_1.numpy()[:, 0], logprob_N)
+        sampled, ended = slots.record(step.end_N, token_N_1.numpy()[:, 0], logprob_N)
         self._generated += sampled
         self._prefilled += len(step.tokens_T) - sampled
-        for job in [slots.jobs[row] for row in ended_R]:
-            self._finish(job, "stop" if slots.stopped(job.row) else "length")
+        jobs = [slots.jobs[row] for row in ended.rows]  # first all of them: finishing one moves another's row
+        for job, stopped in zip(jobs, ended.stopped, strict=True):
+            self._finish(job, "stop" if stopped else "length")
 
     def _take_segment(self, job: Job) -> Segment:
         slots, row = self._slots, job.row
@@ -116,7 +105,6 @@ class NativeEngine(CooperativeEngine):
         slots.segment[row] = slots.known[row]
         return Segment.sampled(slots.tokens[row, span], slots.logprobs[row, span], self._version)
 
-    @torch.inference_mode()
     def _release(self, job: Job) -> None:
         self._scheduler.release(job)
 

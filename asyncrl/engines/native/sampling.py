@@ -17,7 +17,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-_TO_24_BITS = np.uint64(40)
+_TO_24_BITS, _ONE, _UNIT = np.uint64(40), np.uint64(1), np.float32(2**-24)
 
 Column = npt.NDArray[Any]
 
@@ -25,10 +25,10 @@ Column = npt.NDArray[Any]
 class RowSettings(NamedTuple):
     """How each row of a batch is sampled. A whole-batch switch is None where no row needs the work."""
 
-    temperature_N_1: Tensor | None
-    greedy_N_1: Tensor | None
-    top_k_N_1: Tensor | None
-    top_p_N_1: Tensor | None
+    temperature_N_1: Tensor | None = None
+    greedy_N_1: Tensor | None = None
+    top_k_N_1: Tensor | None = None
+    top_p_N_1: Tensor | None = None
 
 
 def row_settings(temperature_N: Column, top_k_N: Column, top_p_N: Column) -> RowSettings:
@@ -47,10 +47,9 @@ def row_settings(temperature_N: Column, top_k_N: Column, top_p_N: Column) -> Row
 
 
 def uniforms(seed: int, count: int) -> npt.NDArray[np.float32]:
-    """Numbers in (0, 1] for positions 0 to count-1 of an answer: splitmix64, started at a mix of the seed."""
-    start = _splitmix(np.array([seed % 2**64], np.uint64))
-    mixed = _splitmix(start + np.arange(count, dtype=np.uint64) * _GOLDEN)
-    return ((mixed >> _TO_24_BITS) + np.uint64(1)).astype(np.float32) * np.float32(2**-24)
+    """Numbers in (0, 1] for positions 0 to count-1 of an answer: splitmix64, started at the seed."""
+    mixed = _splitmix(np.arange(count, dtype=np.uint64) * _GOLDEN + np.uint64(seed % 2**64))
+    return ((mixed >> _TO_24_BITS) + _ONE).astype(np.float32) * _UNIT
 
 
 def sample(logits_N_V: Tensor, rows: RowSettings, uniform_N_1: Tensor) -> tuple[Tensor, Tensor]:

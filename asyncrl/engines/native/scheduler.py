@@ -24,6 +24,8 @@ class Step(NamedTuple):
     end_N: Column
     """Computed tokens of each row after the step."""
     chunks: list[Chunk]
+    reach: int
+    """The longest row after the step."""
 
 
 class Scheduler:
@@ -48,12 +50,13 @@ class Scheduler:
         for chunk in chunks:
             end_N[chunk.row] = chunk.end + 1
         positions_T = end_N - 1
-        self._cache.reserve(slots.count, int(positions_T.max()) + 1)
+        reach = int(end_N.max())
+        self._cache.reserve(slots.count, reach)
         tokens_T = slots.tokens[rows, positions_T]
         if chunks:
             positions_T = np.concatenate([positions_T, *(np.arange(c.start, c.end) for c in chunks)])
             tokens_T = np.concatenate([tokens_T, *(slots.tokens[c.row, c.start : c.end] for c in chunks)])
-        return Step(tokens_T, positions_T, end_N, chunks)
+        return Step(tokens_T, positions_T, end_N, chunks, reach)
 
     def release(self, job: Job) -> None:
         """Give the row to the next waiting job, or close the hole with the last row."""

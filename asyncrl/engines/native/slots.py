@@ -5,12 +5,23 @@ A row samples when a step brings `computed` up to `known`. Prefill, resumed answ
 update are all the same: a row whose `computed` lags.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from asyncrl.engines.cooperative import Job
 from asyncrl.engines.native.sampling import Column, RowSettings, row_settings, uniforms
+from asyncrl.types import Sampling
 
 NO_TOKEN = -1
+_PLAIN = RowSettings()
+
+
+class Ended(NamedTuple):
+    """Rows that end with the token of this step, and which of them because it is a stop token."""
+
+    rows: list[int]
+    stopped: list[bool]
 
 
 class SlotTable:
@@ -25,6 +36,8 @@ class SlotTable:
         self.known, self.computed, self.segment, self._limit, self._top_k = self._integers
         self._reals = np.zeros((2, rows), np.float32)
         self._temperature, self._top_p = self._reals
+        self._plain = np.zeros(rows, np.bool_)
+        """Rows that sample from the whole vocabulary at temperature 1, as most do."""
         self._stop = np.full((rows, 1), NO_TOKEN, np.int64)
         self._settings: RowSettings | None = None
         self.index = np.arange(rows)
@@ -48,12 +61,7 @@ class SlotTable:
         begin = length - request.resumed
         limit = self._limit[row] = min(begin + sampling.max_tokens, self._max_length)
         self.uniforms[row, begin:limit] = uniforms(request.seed, limit - begin)
-        self._top_k[row], self._top_p[row], self._temperature[row] = (
-            sampling.top_k,
-            sampling.top_p,
-            sampling.temperature,
-        )
-        self._place_stop(row, sampling.stop)
+        self._place_sampling(row, sampling)
         self._settings = None
 
     def remove_last_into(self, row: int) -> None:
@@ -71,36 +79,41 @@ class SlotTable:
         self.uniforms[row, length:limit] = self.uniforms[last, length:limit]
         self._integers[:, row] = self._integers[:, last]
         self._reals[:, row] = self._reals[:, last]
+        self._plain[row] = self._plain[last]
         self._stop[row] = self._stop[last]
 
     def settings(self) -> RowSettings:
         """Sampling settings of the live rows; made again only when rows changed."""
         if self._settings is None:
             rows = slice(0, self.count)
-            self._settings = row_settings(self._temperature[rows], self._top_k[rows], self._top_p[rows])
+            mixed = not self._plain[rows].all()
+            self._settings = (
+                row_settings(self._temperature[rows], self._top_k[rows], self._top_p[rows]) if mixed else _PLAIN
+            )
         return self._settings
 
-    def record(self, end_N: Column, token_N: Column, logprob_N: Column) -> tuple[int, Column]:
+    def record(self, end_N: Column, token_N: Column, logprob_N: Column) -> tuple[int, Ended]:
         """Store one step: rows are computed up to `end_N`, and those that caught up keep their token.
 
-        Returns how many tokens were kept and the rows that end with theirs.
+        Returns how many tokens were kept, and the rows that end with theirs.
         """
-        live = slice(0, self.count)
-        self.computed[live] = end_N
-        caught_up_N = end_N == self.known[live]
-        ready_R = self.index[live] if caught_up_N.all() else caught_up_N.nonzero()[0]
-        token_R, at_R = token_N[ready_R], end_N[ready_R]
-        self.tokens[ready_R, at_R] = token_R
-        self.logprobs[ready_R, at_R] = logprob_N[ready_R]
-        self.known[ready_R] = known_R = at_R + 1
-        ends_R = (self._stop[ready_R] == token_R[:, None]).any(1) | (known_R == self._limit[ready_R])
-        return len(ready_R), ready_R[ends_R]
+        rows_R = live = self.index[: self.count]
+        self.computed[: self.count] = end_N
+        caught_up_N = end_N == self.known[: self.count]
+        if not caught_up_N.all():
+            rows_R = live[caught_up_N]
+            end_N, token_N, logprob_N = end_N[caught_up_N], token_N[caught_up_N], logprob_N[caught_up_N]
+        self.tokens[rows_R, end_N] = token_N
+        self.logprobs[rows_R, end_N] = logprob_N
+        self.known[rows_R] = known_R = end_N + 1
+        stops_R = (self._stop[rows_R] == token_N[:, None]).any(1)
+        ends_R = (stops_R | (known_R == self._limit[rows_R])).nonzero()[0]
+        return len(rows_R), Ended(rows_R[ends_R].tolist(), stops_R[ends_R].tolist())
 
-    def stopped(self, row: int) -> bool:
-        """Whether the last token of a row is one of its stop tokens."""
-        return bool((self._stop[row] == self.tokens[row, self.known[row] - 1]).any())
-
-    def _place_stop(self, row: int, stop: tuple[int, ...]) -> None:
+    def _place_sampling(self, row: int, sampling: Sampling) -> None:
+        temperature, top_k, top_p, stop = sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop
+        self._temperature[row], self._top_k[row], self._top_p[row] = temperature, top_k, top_p
+        self._plain[row] = temperature == 1 and top_k == 0 and top_p == 1
         missing = len(stop) - self._stop.shape[1]
         if missing > 0:
             self._stop = np.pad(self._stop, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
