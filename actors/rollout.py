@@ -76,7 +76,7 @@ class RolloutActor:
         """Generate the samples of these tickets; returns when each is durable or its end is recorded."""
         async with asyncio.TaskGroup() as tasks:
             for ticket, prompt in work:
-                tokens = tuple(self._tokenizer.encode(prompt.text))
+                tokens = tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout))
                 for sample in ticket.samples:
                     tasks.create_task(self._sample(Slot(ticket.group, sample), prompt, tokens, ticket.deadline))
 
@@ -172,7 +172,7 @@ class RolloutActor:
         requests = [
             Request(
                 id=f"eval/{seed}/{greedy}/{number}",
-                tokens=tuple(self._tokenizer.encode(prompt.text)),
+                tokens=tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout)),
                 sampling=self._sampling(greedy=greedy),
                 seed=_seed(seed, "held_out", number),
             )

@@ -11,11 +11,12 @@ import torch
 from actors.buffer import BufferActor
 from asyncrl.config import Run
 from asyncrl.data.arrow import decode
+from asyncrl.engines.settings import VllmEngine
 from asyncrl.training import checkpoint
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
 from asyncrl.types import Delivery, Group, Trajectory, WeightManifest
-from asyncrl.weights.shared_memory import SharedMemoryWriter
+from asyncrl.weights.transport import make_writer
 
 
 class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +45,8 @@ class TrainerActor:
         self._learner = Learner(
             model_path, run.trainer, run.algorithm, run.correction, temperature=run.rollout.temperature
         )
-        self._writer = SharedMemoryWriter(self._served_tensors, prefix=run.name)
+        same_card = self._learner.device.type == "cuda" and isinstance(run.engine, VllmEngine)
+        self._writer = make_writer(self._served_tensors, on_gpu=same_card, prefix=run.name)
         self._consumed: list[int] = []
         self._samples_trained = 0
 

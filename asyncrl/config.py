@@ -11,43 +11,23 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.algorithms.settings import AboveZero, Algorithm, Correction, Grpo, NonNegative, TokenTis
+from asyncrl.engines.settings import (
+    DrafterSettings,
+    EngineSettings,
+    NativeEngine,
+    Natural,
+    NoDrafter,
+    Positive,
+    VllmEngine,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.refusals import explain, unknown_keys
 
-Positive = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every settings struct."""
-
-
-class NativeEngine(Settings, frozen=True, tag_field="type", tag="native"):
-    """Our own torch engine, embedded in the rollout actor."""
-
-    max_batch: Positive = 128
-    """Rows decoded together; further requests wait."""
-    max_length: Positive = 4096
-    """Longest prompt plus answer, in tokens."""
-    prefill_chunk: Positive = 1024
-    """Prompt tokens computed per step beside the decoding rows."""
-    threads: Positive = 1
-    """torch threads of one rollout actor on CPU."""
-
-
-class FakeEngine(Settings, frozen=True, tag_field="type", tag="fake"):
-    """Deterministic engine without a model: scripted lengths and delays, for tests and simulation."""
-
-    median_tokens: Positive = 16
-    sigma: NonNegative = 0.8
-    """Spread of the log-normal length distribution."""
-    max_batch: Positive = 128
-    step_seconds: NonNegative = 0.0
-    vocabulary: Positive = 64
-
-
-EngineSettings = NativeEngine | FakeEngine
 
 
 class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
@@ -97,7 +77,20 @@ class JsonlTask(Settings, frozen=True, tag_field="type", tag="jsonl"):
     """Share of the file kept for evaluation."""
 
 
-TaskSettings = ChainsTask | JsonlTask
+class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_gym"):
+    """Questions of a reasoning-gym dataset, which also judges the answers; needs the extra `reasoning`."""
+
+    dataset: str
+    """Its name in reasoning-gym, such as `chain_sum`."""
+    options: dict[str, Any] = {}
+    """Settings of the generator, such as {max_terms: 3}."""
+    instruction: str = "Give your final answer between <answer> and </answer>."
+    """Added to every question on a line of its own."""
+    examples: Natural = 0
+    """Solved questions shown before each one, as earlier turns of the chat."""
+
+
+TaskSettings = ChainsTask | JsonlTask | ReasoningGymTask
 
 
 class Reward(Settings, frozen=True):
@@ -121,6 +114,10 @@ class Rollout(Settings, frozen=True):
     on_update: Literal["keep", "recompute"] = "keep"
     """Running answers at a weight update: keep their old keys and values, or prefill them again."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_kv", "fp8_full"] = "fp32"
+    chat: bool = False
+    """Show each prompt as a user's turn in the model's own chat template."""
+    system: str = ""
+    """System message of the chat; empty leaves it to the template."""
 
 
 class Flow(Settings, frozen=True):
@@ -148,6 +145,8 @@ class Trainer(Settings, frozen=True):
     """Tokens of one forward and backward."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is the first GPU where there is one."""
     threads: Positive = 1
 
 
@@ -175,6 +174,8 @@ class Evaluation(Settings, frozen=True):
     every: Natural = 0
     """Steps between two evaluations; the first and the last step are always evaluated."""
     prompts: Natural = 256
+    right_from: float = 1.0
+    """An answer counts as right from this reward on."""
 
 
 class Run(Settings, frozen=True):
@@ -192,7 +193,7 @@ class Run(Settings, frozen=True):
     engine: EngineSettings = NativeEngine()
     algorithm: Algorithm = Grpo()
     correction: Correction = TokenTis()
-    drafter: Literal["none"] = "none"
+    drafter: DrafterSettings = NoDrafter()
     model: ModelSource = WarmStart()
     task: TaskSettings = ChainsTask()
     reward: Reward = Reward()
@@ -235,6 +236,20 @@ def check(run: Run) -> None:
     if run.rollout.precision.startswith("fp8"):
         raise ConfigError(
             f"rollout.precision={run.rollout.precision} is not available yet; use rollout.precision=fp32 or bf16"
+        )
+    if not isinstance(run.drafter, NoDrafter) and not isinstance(run.engine, VllmEngine):
+        raise ConfigError(
+            f"drafter={run.drafter.__struct_config__.tag} needs engine=vllm; use that, or drafter=none for engine="
+            f"{run.engine.__struct_config__.tag}"
+        )
+    if run.rollout.system and not run.rollout.chat:
+        raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
+    if isinstance(run.task, ReasoningGymTask) and run.task.examples and not run.rollout.chat:
+        raise ConfigError(f"task.examples={run.task.examples} are turns of a chat: set rollout.chat=true")
+    if isinstance(run.task, ReasoningGymTask) and run.reward.function.startswith("asyncrl.tasks.chains:"):
+        raise ConfigError(
+            f"reward.function={run.reward.function} cannot judge task=reasoning_gym; set reward.function="
+            "asyncrl.tasks.reasoning_gym:graded_reward"
         )
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")

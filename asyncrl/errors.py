@@ -9,6 +9,10 @@ class ConfigError(AsyncRLError, ValueError):
     """A setting is wrong; the message names the field, the value and the way out."""
 
 
+class MissingDependencyError(AsyncRLError, ImportError):
+    """An optional package is not installed; the message holds the command that installs it."""
+
+
 class CheckpointError(AsyncRLError, ValueError):
     """A model or training checkpoint cannot be used as asked."""
 

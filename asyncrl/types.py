@@ -125,6 +125,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     answer: str = ""
     size: int = 0
     """Problem size, for evaluation by difficulty; 0 where the source has none."""
+    earlier: tuple[str, ...] = ()
+    """Turns of the chat before this one, the user's and the model's in alternation: solved examples."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -264,3 +266,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     reprefilled_tokens: int
     steps: int
     busy_seconds: float
+    drafts: int = 0
+    """Steps of single answers that verified a draft."""
+    drafted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+    """Accepted draft tokens by their position in the draft."""

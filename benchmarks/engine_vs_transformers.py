@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from asyncrl.config import ChainsTask, WarmStart
-from asyncrl.config import NativeEngine as Settings
 from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Request, Sampling
 

@@ -5,7 +5,7 @@ whether the key exists is decided by the structs in `asyncrl.config`. Hydra neit
 writes files nor touches logging here, and nothing is instantiated from YAML.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from asyncrl.config import Run, load
+from asyncrl.devices import default_engine
 from asyncrl.errors import ConfigError
 from asyncrl.refusals import did_you_mean
 
@@ -34,7 +35,15 @@ def compose(overrides: Sequence[str]) -> Run:
         raise ConfigError(f"{error.full_key} is required: give it as {error.full_key}=VALUE") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot compose {' '.join(overrides)}: {_first_line(error)}") from None
-    return load(cast(Mapping[str, Any], raw))
+    return load(_with_engine(cast(dict[str, Any], raw)))
+
+
+def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
+    """`engine=auto` becomes the engine that suits this machine, and so stands in the run's config.yaml."""
+    engine = raw.get("engine")
+    if isinstance(engine, dict) and cast(dict[str, Any], engine).get("type") == "auto":
+        raw["engine"] = {**cast(dict[str, Any], engine), "type": default_engine()}
+    return raw
 
 
 def to_yaml(run: Run) -> str:

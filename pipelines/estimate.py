@@ -5,11 +5,14 @@ from random import Random
 
 import msgspec
 
-from asyncrl.config import ChainsTask, Checkpoint, JsonlTask, NativeEngine, Run, WarmStart
+from asyncrl.config import ChainsTask, Checkpoint, Run, WarmStart
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.devices import has_gpu
+from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.models.config import ModelConfig, read_config
-from asyncrl.tasks.base import make_task
+from asyncrl.tasks.base import Split, make_task
 from asyncrl.tasks.chains import CHARACTERS, draw_chain
+from asyncrl.types import Prompt
 
 FLOAT = 4
 MASTER = 4 * FLOAT
@@ -76,16 +79,19 @@ def model_config(run: Run) -> ModelConfig:
 
 def longest_prompt(run: Run) -> int:
     """Tokens of the longest prompt: exact for chains, else among the first that the run will ask."""
-    match run.task:
-        case ChainsTask(max_size=size):
-            texts = [draw_chain(size, Random(0)).prompt]
-        case JsonlTask() as settings:
-            task = make_task(settings, run.seed)
-            texts = [task.prompt("train", index).text for index in range(PROMPTS_READ)]
+    prompts = _prompts(run)
     if isinstance(run.model, WarmStart):
-        return max(map(len, texts))  # one token per character
+        return max(len(prompt.text) for prompt in prompts)  # one token per character
     tokenizer = load_tokenizer(Path(run.model.path).expanduser())
-    return max(len(tokenizer.encode(text)) for text in texts)
+    return max(len(tokenizer.encode_prompt(prompt, run.rollout)) for prompt in prompts)
+
+
+def _prompts(run: Run) -> list[Prompt]:
+    if isinstance(run.task, ChainsTask):
+        return [Prompt(uid="longest", text=draw_chain(run.task.max_size, Random(0)).prompt)]
+    task = make_task(run.task, run.seed)
+    asked: dict[Split, int] = {"train": PROMPTS_READ, "held_out": min(PROMPTS_READ, run.evaluation.prompts)}
+    return [task.prompt(split, index) for split, count in asked.items() for index in range(count)]
 
 
 def parameters(model: ModelConfig) -> int:
@@ -113,14 +119,24 @@ def needs(run: Run, model: ModelConfig, longest: int) -> Needs:
     layer = 10 * model.hidden_size + 4 * model.intermediate_size
     kv_token = 2 * model.layers * model.kv_heads * model.head_dim * item
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
-    native = isinstance(run.engine, NativeEngine)
     return Needs(
         parameters=count,
         published=count * FLOAT,
         optimizer=count * MASTER,
         activations=batch * FLOAT * (model.layers * layer + 3 * model.vocabulary),
-        engine_weights=count * item if native else 0,
-        kv_cache=2 * rows * longest * kv_token if native else 0,  # it grows by doubling
+        engine_weights=0 if isinstance(run.engine, FakeEngine) else count * item,
+        kv_cache=_kv_cache(run.engine, rows * longest * kv_token),
         trajectories=run.samples_per_step * (longest * TOKEN + ROW),
         checkpoint=count * SAVED,
     )
+
+
+def _kv_cache(engine: EngineSettings, full: int) -> int:
+    """Bytes in the host's memory; `full` is what every row at its longest takes."""
+    match engine:
+        case NativeEngine():
+            return 2 * full  # it grows by doubling
+        case VllmEngine(cpu_cache_gib=size):
+            return 0 if has_gpu() else size << 30
+        case FakeEngine():
+            return 0

@@ -14,12 +14,14 @@ SIZE_BUCKETS = ((1, 3), (4, 6), (7, 12), (13, 10**9))
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean reward on held-out prompts."""
+    """Share of the held-out prompts that were answered right."""
 
     sampled: float
     greedy: float
     by_size: dict[str, float]
-    """Sampled score by problem size, for instance `4-6`."""
+    """Sampled share by problem size, for instance `4-6`."""
+    reward: float
+    """Mean reward of the sampled answers; above `sampled` where rewards are graded."""
     median_tokens: float
     p95_tokens: float
     max_tokens: int
@@ -36,9 +38,10 @@ async def evaluate(run: Run, rollouts: Sequence[RolloutActor], task: Task) -> Sc
     )
     tokens = sorted(judged.tokens for judged in sampled)
     return Scores(
-        sampled=_mean([judged.reward for judged in sampled]),
-        greedy=_mean([judged.reward for judged in greedy]),
-        by_size=_by_size(prompts, sampled),
+        sampled=_share(run, sampled),
+        greedy=_share(run, greedy),
+        by_size=_by_size(run, prompts, sampled),
+        reward=sum(judged.reward for judged in sampled) / len(sampled),
         median_tokens=tokens[len(tokens) // 2],
         p95_tokens=tokens[int(len(tokens) * 0.95)],
         max_tokens=tokens[-1],
@@ -54,14 +57,16 @@ async def _answers(rollouts: Sequence[RolloutActor], prompts: list[Prompt], *, g
     return [parts[index % count][index // count] for index in range(len(prompts))]
 
 
-def _by_size(prompts: Sequence[Prompt], judged: Sequence[Judged]) -> dict[str, float]:
-    scores: dict[str, float] = {}
+def _by_size(run: Run, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    pairs = list(zip(prompts, judged, strict=True))
     for low, high in SIZE_BUCKETS:
-        rewards = [answer.reward for prompt, answer in zip(prompts, judged, strict=True) if low <= prompt.size <= high]
-        if rewards:
-            scores[f"{low}-{max(p.size for p in prompts if low <= p.size <= high)}"] = _mean(rewards)
-    return scores
+        inside = [(prompt.size, answer) for prompt, answer in pairs if low <= prompt.size <= high]
+        if inside:
+            shares[f"{low}-{max(size for size, _ in inside)}"] = _share(run, [answer for _, answer in inside])
+    return shares
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _share(run: Run, judged: Sequence[Judged]) -> float:
+    """Of answers that are right."""
+    return sum(answer.reward >= run.evaluation.right_from for answer in judged) / len(judged)

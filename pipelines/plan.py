@@ -9,8 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Checkpoint, JsonlTask, NativeEngine, Run, WarmStart
-from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.config import ChainsTask, Checkpoint, Run, WarmStart, check
+from asyncrl.devices import has_avx512, has_gpu
+from asyncrl.engines.settings import FakeEngine, VllmEngine
+from asyncrl.engines.vllm import versions
+from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.rewards.pool import check_function
 from pipelines.estimate import Needs, longest_prompt, model_config, needs
 
@@ -20,6 +23,7 @@ ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 def preflight(run: Run) -> None:
     """Raise ConfigError with everything that would make the run fail."""
+    check(run)
     found = problems(run)
     if len(found) > 1:
         raise ConfigError("\n  - ".join([f"{len(found)} problems", *found]))
@@ -29,7 +33,7 @@ def preflight(run: Run) -> None:
 
 def problems(run: Run) -> list[str]:
     """A sentence for each thing that stands in the way, with the way out; empty when nothing does."""
-    return [*_place(run), *_cluster(run), *_reward(run), *_model(run)]
+    return [*_place(run), *_cluster(run), *_engine(run), *_reward(run), *_model(run)]
 
 
 def _place(run: Run) -> Iterator[str]:
@@ -46,6 +50,22 @@ def _cluster(run: Run) -> Iterator[str]:
         yield f"cluster={run.cluster} is neither local, auto, inprocess nor an address such as 10.0.0.1:6379"
 
 
+def _engine(run: Run) -> Iterator[str]:
+    if not isinstance(run.engine, VllmEngine):
+        return
+    if wrong := versions.problem(versions.installed()):
+        yield wrong
+    here = run.cluster in ("local", "inprocess")
+    if not here or has_gpu():
+        return
+    if run.engine.quantization == "fp8":
+        yield "engine.quantization=fp8 needs a GPU, and there is none here; use engine.quantization=none"
+    if run.engine.kv_dtype == "fp8" and not has_avx512():
+        yield "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512; use engine.kv_dtype=auto"
+    if run.engine.tensor_parallel > 1:
+        yield f"engine.tensor_parallel={run.engine.tensor_parallel} needs as many GPUs, and there is none here"
+
+
 def _reward(run: Run) -> Iterator[str]:
     try:
         check_function(run.reward)
@@ -55,19 +75,22 @@ def _reward(run: Run) -> Iterator[str]:
 
 def _model(run: Run) -> Iterator[str]:
     """Problems of the model, of its prompts and of the room that both need."""
-    if isinstance(run.model, WarmStart) and isinstance(run.task, JsonlTask):
-        yield "model=warm_start writes its examples for task=chains only; use model=checkpoint model.path=DIRECTORY"
+    if isinstance(run.model, WarmStart) and (run.rollout.chat or not isinstance(run.task, ChainsTask)):
+        yield (
+            "model=warm_start writes its examples for task=chains only, and without a chat template: use "
+            "model=checkpoint model.path=DIRECTORY"
+        )
         return
     try:
         model = model_config(run)
         longest = longest_prompt(run) + run.rollout.max_tokens
-    except ConfigError as error:
+    except (ConfigError, MissingDependencyError) as error:
         yield str(error)
         return
     except CheckpointError as error:
         yield f"model.path={run.model.path}: {error}" if isinstance(run.model, Checkpoint) else f"model: {error}"
         return
-    if isinstance(run.engine, NativeEngine) and longest > run.engine.max_length:
+    if not isinstance(run.engine, FakeEngine) and longest > run.engine.max_length:
         yield (
             f"engine.max_length={run.engine.max_length} is less than the longest prompt with rollout.max_tokens="
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
@@ -140,7 +163,7 @@ def _staleness(run: Run) -> str:
 
 def _actors(run: Run, required: Needs) -> Table:
     table = Table("actor", "processes", "CPUs each", "memory each, at most about", title="actors", title_justify="left")
-    threads = run.engine.threads if isinstance(run.engine, NativeEngine) else 1
+    threads = 1 if isinstance(run.engine, FakeEngine) else run.engine.threads
     kv = f"KV cache {size(required.kv_cache)}"
     optimizer = f"weights, gradients and Adam {size(required.optimizer)}, activations {size(required.activations)}"
     rows = [

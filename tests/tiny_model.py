@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -36,7 +37,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         return LlamaConfig(**SHAPE | own | changes)
     if family == "qwen2":
         return Qwen2Config(**SHAPE | {"tie_word_embeddings": True} | changes)
-    return Qwen3Config(**SHAPE | {"head_dim": 16} | changes)
+    return Qwen3Config(**SHAPE | {"head_dim": 32} | changes)
 
 
 def tiny_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -48,3 +49,35 @@ def tiny_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **
         parameter.data = 1 + 0.2 * noise if "norm" in name else 0.3 * noise
     model.save_pretrained(directory)
     return model
+
+
+def tiny_eagle3(directory: Path, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Save a random EAGLE-3 head for the tiny Qwen3 model, in the layout that vLLM loads; returns its tensors."""
+    hidden, wide, heads, kv_heads, dim, vocabulary = 32, 64, 4, 2, 32, 48
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * dim),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.mlp.gate_proj.weight": (wide, hidden),
+        "midlayer.mlp.up_proj.weight": (wide, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, wide),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(shape) if "norm" in name else 0.3 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 1, "head_dim": dim, "draft_vocab_size": vocabulary})
+    config.architectures = ["LlamaForCausalLMEagle3"]
+    config.eagle_aux_hidden_state_layer_ids = [0, 1]  # vLLM's default of three layers needs a deeper target
+    config.num_aux_hidden_states = 2
+    config.save_pretrained(directory)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return tensors

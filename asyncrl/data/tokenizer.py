@@ -7,17 +7,23 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from asyncrl.config import Rollout
+from asyncrl.data.chat import ChatTemplate, load_chat_template
 from asyncrl.errors import CheckpointError
+from asyncrl.types import Prompt
 
 PAD = "<pad>"
 
 
 class Tokenizer:
-    """A tokenizer and the ids that end an answer."""
+    """A tokenizer, the ids that end an answer and the chat template, if there is one."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, eos_ids: tuple[int, ...], chat: ChatTemplate | None = None
+    ) -> None:
         self._backend = backend
         self.eos_ids = eos_ids
+        self._chat = chat
 
     @property
     def size(self) -> int:
@@ -26,6 +32,22 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the model's own tokenizer puts around a text."""
         return self._backend.encode(text).ids
+
+    def encode_chat(self, *turns: str, system: str = "") -> list[int]:
+        """Ids of a chat, the user's and the model's turns in alternation, up to where the model's next one begins."""
+        if self._chat is None:
+            raise CheckpointError(
+                "it has no chat template; set rollout.chat=false, or put the model's chat_template.jinja beside its "
+                "tokenizer.json"
+            )
+        # The template writes the special tokens itself.
+        return self._backend.encode(self._chat.render(turns, system), add_special_tokens=False).ids
+
+    def encode_prompt(self, prompt: Prompt, rollout: Rollout) -> list[int]:
+        """Ids of a prompt as the run shows it to the model."""
+        if not rollout.chat:
+            return self.encode(prompt.text)
+        return self.encode_chat(*prompt.earlier, prompt.text, system=rollout.system)
 
     def decode(self, ids: list[int]) -> str:
         """The text without special tokens."""
@@ -41,7 +63,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     # Files often carry the truncation and padding of their last use.
     backend.no_truncation()
     backend.no_padding()
-    return Tokenizer(backend, _eos_ids(directory, backend))
+    return Tokenizer(backend, _eos_ids(directory, backend), load_chat_template(directory))
 
 
 def save_character_tokenizer(directory: str | Path, characters: str, eos: str, max_length: int) -> Tokenizer:

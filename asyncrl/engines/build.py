@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
-from asyncrl.config import FakeEngine, NativeEngine, Run
+from asyncrl.config import Run
 from asyncrl.engines.base import Engine
+from asyncrl.engines.settings import DrafterSettings, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.engines.vllm import environment, versions
+from asyncrl.errors import MissingDependencyError
 
 
 def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
@@ -16,7 +19,20 @@ def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
             torch.set_num_threads(run.engine.threads)
             dtype = torch.bfloat16 if run.rollout.precision == "bf16" else torch.float32
             return Native(model_path, run.engine, name=name, dtype=dtype)
+        case VllmEngine():
+            return build_vllm(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
         case FakeEngine():
             from asyncrl.engines.fake import FakeEngine as Fake
 
             return Fake(run.engine, name=name)
+
+
+def build_vllm(
+    model_path: Path, settings: VllmEngine, drafter: DrafterSettings, *, name: str, precision: str = "fp32"
+) -> Engine:
+    if wrong := versions.problem(versions.installed()):
+        raise MissingDependencyError(wrong)
+    environment.prepare(settings)  # vLLM reads some of it when it is imported
+    from asyncrl.engines.vllm.engine import VllmEngine as Vllm
+
+    return Vllm(model_path, settings, drafter, name=name, precision=precision)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.config import FakeEngine as Settings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import CooperativeEngine, Job
+from asyncrl.engines.settings import FakeEngine as Settings
 from asyncrl.types import EngineStats, Finish, Ints, Request, Segment, WeightAck, WeightManifest
 
 
@@ -96,7 +96,7 @@ class FakeEngine(CooperativeEngine):
         self._prefilled += len(job.request.tokens)
         heapq.heappush(self._due, (self._clock + len(tokens) - done, job.row, job))
 
-    def _take_segment(self, job: Job) -> Segment:
+    def _take_row(self, job: Job) -> Segment:
         answer, begin = self._answers[job], self._delivered[job]
         end = self._delivered[job] = min(self._clock - answer.begin, len(answer.tokens))
         logprobs = np.full(end - begin, -math.log(self._settings.vocabulary), np.float32)

@@ -159,9 +159,11 @@ class _Child:
     async def launch(cls, settings: Reward) -> "_Child":
         command, environment = _command(settings)
         pipe = asyncio.subprocess.PIPE
-        return cls(
-            await asyncio.create_subprocess_exec(*command, env=environment, stdin=pipe, stdout=pipe, process_group=0)
+        # A session of its own is also a process group of its own, and uvloop, which Ray uses, knows no other way.
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True
         )
+        return cls(process)
 
     @property
     def alive(self) -> bool:

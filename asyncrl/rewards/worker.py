@@ -33,7 +33,6 @@ Function = Callable[[str, str, str], object]
 
 
 def main(location: str) -> None:
-    os.setpgid(0, 0)
     requests, answers = _private_pipes()
     threading.Thread(target=_die_with_parent, args=(requests.fileno(),), daemon=True).start()
     function = _load(location)

@@ -1,11 +1,14 @@
 """Where prompts come from."""
 
 from typing import Literal, Protocol
+from zlib import crc32
 
-from asyncrl.config import ChainsTask, JsonlTask, TaskSettings
+from asyncrl.config import ChainsTask, JsonlTask, ReasoningGymTask, TaskSettings
 from asyncrl.types import Prompt
 
 Split = Literal["train", "held_out"]
+HELD_OUT_SHARE = 8
+"""Of endless questions one text in this many is held out, whatever the seed."""
 
 
 class Task(Protocol):
@@ -28,3 +31,11 @@ def make_task(settings: TaskSettings, seed: int) -> Task:
             return Chains(settings, seed)
         case JsonlTask():
             return Jsonl(settings, seed)
+        case ReasoningGymTask():
+            from asyncrl.tasks.reasoning_gym import ReasoningGym  # an optional package
+
+            return ReasoningGym(settings, seed)
+
+
+def is_held_out(text: str) -> bool:
+    return crc32(text.encode()) % HELD_OUT_SHARE == 0

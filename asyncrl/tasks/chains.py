@@ -7,19 +7,16 @@ value, which always is one digit: `a3b+25c-14$`. Lengths are long-tailed, so one
 import math
 from random import Random
 from string import ascii_lowercase, digits
-from zlib import crc32
 
 import msgspec
 
 from asyncrl.config import ChainsTask
-from asyncrl.tasks.base import Split
+from asyncrl.tasks.base import Split, is_held_out
 from asyncrl.types import Prompt
 
 END = "$"
 """Ends every answer: the stop token."""
 CHARACTERS = digits + ascii_lowercase + "+-="
-HELD_OUT_SHARE = 8
-"""One problem text in this many is held out, whatever the seed."""
 MIN_SIZE = 2
 MAX_OPERAND = 3
 
@@ -59,10 +56,6 @@ def draw_chain(size: int, random: Random) -> Chain:
         reachable = range(max(0, before - MAX_OPERAND), min(9, before + MAX_OPERAND) + 1)
         values.append(random.choice([value for value in reachable if value != before]))
     return Chain(tuple(values))
-
-
-def is_held_out(text: str) -> bool:
-    return crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 class Chains:

@@ -98,7 +98,7 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     for name, parameter in learner.model.named_parameters():
         if f"{name}/step" in state:
             learner.optimizer.state[parameter] = {
-                key: state[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+                key: state[f"{name}/{key}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
             }
     learner.version = manifest.step
     return manifest

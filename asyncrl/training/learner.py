@@ -32,7 +32,9 @@ class Learner:
     def __init__(
         self, model_path: Path, settings: Trainer, algorithm: Algorithm, correction: Correction, *, temperature: float
     ) -> None:
-        self.model, self.model_config = load_model(model_path, dtype=torch.float32)
+        self.device = _device(settings.device)
+        model, self.model_config = load_model(model_path, dtype=torch.float32)
+        self.model = model.to(self.device)
         self.version = 0
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -61,7 +63,7 @@ class Learner:
         # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
         useful = [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
         for batch in pack(useful, self._settings.token_budget):
-            self._backward(batch)
+            self._backward(batch.to(self.device))
 
     def _block(self, group: Group) -> Block:
         rewards = np.array([t.reward for t in group.trajectories], dtype=np.float64)
@@ -80,8 +82,8 @@ class Learner:
 
     def token_logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probability of each sampled token, at the temperature it was sampled with."""
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._settings.dtype == "bf16"):
-            hidden_T = self.model(batch.tokens_T, batch.positions_T, row_attention(batch.rows))
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._settings.dtype == "bf16"):
+            hidden_T = self.model(batch.tokens_T, batch.positions_T, row_attention(batch.rows, self.device))
             # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
             logits_L = self.model.logits(functional.embedding(batch.predict_L, hidden_T))
         logits_L = logits_L.float() / self._temperature
@@ -124,3 +126,7 @@ class Learner:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, as the transports publish them."""
         return hf_tensors(self.model)
+
+
+def _device(wanted: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)

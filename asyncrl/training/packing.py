@@ -7,7 +7,7 @@ same length.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,10 @@ class PackedBatch:
     target_L: torch.Tensor
     behaviour_logp_L: torch.Tensor
     advantage_L: torch.Tensor
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "rows"}
+        return replace(self, **moved)
 
 
 def block(group: Group, advantages: Sequence[float]) -> Block:

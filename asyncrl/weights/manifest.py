@@ -8,6 +8,8 @@ import xxhash
 from asyncrl.types import TensorSpec
 
 ALIGNMENT = 64
+CUDA_IPC = "cuda-ipc:"
+"""Begins the location of weights on a GPU; any other location is a path."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 

@@ -1,25 +1,28 @@
 """What the engine tests share: making requests, collecting answers and publishing weights."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncrl.config import FakeEngine as FakeSettings
-from asyncrl.config import NativeEngine as NativeSettings
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.engines.settings import FakeEngine as FakeSettings
+from asyncrl.engines.settings import NativeEngine as NativeSettings
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
 from asyncrl.types import Delta, Finish, Floats, Ints, Request, Sampling, Segment, WeightManifest
 from asyncrl.weights.shared_memory import SharedMemoryWriter
 
+T = TypeVar("T")
 MakeEngine = Callable[..., Engine]
 PROMPT = (5, 17, 3, 40, 22, 9, 31)
+LONG = tuple(int(token) for token in np.random.default_rng(1).integers(0, 48, 150))
 
 
 class Answer:
@@ -58,9 +61,9 @@ async def collect_all(engine: Engine, requests: list[Request]) -> list[Answer]:
     return list(await asyncio.gather(*(collect(engine, request) for request in requests)))
 
 
-async def until_generated(engine: Engine, tokens: int) -> None:
-    async with asyncio.timeout(30):
-        while engine.stats().generated_tokens < tokens:  # noqa: ASYNC110  (the engine runs in this very loop)
+async def until_generated(engine: Engine, tokens: int, *, since: int = 0) -> None:
+    async with asyncio.timeout(60):
+        while engine.stats().generated_tokens < since + tokens:  # noqa: ASYNC110  (it is counted in this very loop)
             await asyncio.sleep(0)
 
 
@@ -82,6 +85,23 @@ def fake(_path: Path, *, max_batch: int = 128, **_native_only: Any) -> FakeEngin
     return FakeEngine(FakeSettings(median_tokens=10_000, sigma=0.0, max_batch=max_batch, vocabulary=48), name="fake")
 
 
+class Driver:
+    """Runs tests against fresh engines of one kind."""
+
+    def __init__(self, make: MakeEngine, path: Path) -> None:
+        self._make = make
+        self._path = path
+        self.run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
+
+    def engine(self, **settings: Any) -> AbstractAsyncContextManager[Engine]:
+        """A serving engine; it may have served others before, so counters and versions are compared, not known."""
+        return serving(self.own(**settings))
+
+    def own(self, **settings: Any) -> Engine:
+        """An engine that nobody else uses, not yet started."""
+        return self._make(self._path, **settings)
+
+
 @contextmanager
 def publishing(path: Path) -> Iterator[Callable[[int], WeightManifest]]:
     """Publish the weights of a checkpoint under any version."""
@@ -91,3 +111,18 @@ def publishing(path: Path) -> Iterator[Callable[[int], WeightManifest]]:
         yield writer.publish
     finally:
         writer.close()
+
+
+def child_processes() -> set[int]:
+    """Processes that descend from this one, but for the helpers that Python itself keeps."""
+    parents: dict[int, int] = {}
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and b"resource_tracker" not in (process / "cmdline").read_bytes():
+                parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it ended while we looked
+            continue
+    family = {os.getpid()}
+    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return family - {os.getpid()}

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
-from asyncrl.config import FakeEngine as Settings
 from asyncrl.engines.fake import FakeEngine
+from asyncrl.engines.settings import FakeEngine as Settings
 from tests.engines.driving import ask, collect_all, serving
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from msgspec import inspect
 
-from asyncrl.config import ChainsTask, Checkpoint, FakeEngine, JsonlTask, NativeEngine, Run, WarmStart
+from asyncrl.config import ChainsTask, Checkpoint, Evaluation, JsonlTask, Run, WarmStart
+from asyncrl.engines.settings import FakeEngine, NativeEngine, NoDrafter
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
@@ -27,7 +28,13 @@ UNIONS = {
     for field in inspect.type_info(Run).fields
     if isinstance(field.type, inspect.UnionType)
 }
-REQUIRED = {"checkpoint": {"path": "somewhere"}, "jsonl": {"path": "somewhere"}}
+REQUIRED = {
+    "eagle": {"path": "head"},
+    "eagle3": {"path": "head"},
+    "checkpoint": {"path": "somewhere"},
+    "jsonl": {"path": "somewhere"},
+    "reasoning_gym": {"dataset": "chain_sum"},
+}
 
 
 @pytest.fixture
@@ -55,6 +62,11 @@ def literal(value: Any) -> str:
     return json.dumps(value) if not isinstance(value, str) else f"'{value}'"
 
 
+def beside(key: str) -> list[str]:
+    """What must be chosen with any member of a union: only vLLM drafts."""
+    return ["engine=vllm"] if key == "drafter" else []
+
+
 # Composition.
 
 
@@ -75,7 +87,7 @@ def test_every_union_member_has_its_file_and_its_fields(key: str, member: inspec
     tag = str(member.tag)
     settings = member.cls(**REQUIRED.get(tag, {}))
     fields = [f"{key}.{path}={literal(value)}" for path, value in leaves(msgspec.to_builtins(settings))]
-    assert getattr(compose([f"{key}={tag}", *fields]), key) == settings
+    assert getattr(compose([*beside(key), f"{key}={tag}", *fields]), key) == settings
 
 
 CONTRACT = """
@@ -86,7 +98,7 @@ rollout.precision=bf16 cluster=10.0.0.1:6379 steps=5 rollout.group_size=4 traine
 
 def test_contract_overrides() -> None:
     run = compose(CONTRACT.split())
-    assert (run.name, run.seed, run.max_staleness, run.drafter, run.steps) == ("n", 7, 0, "none", 5)
+    assert (run.name, run.seed, run.max_staleness, run.drafter, run.steps) == ("n", 7, 0, NoDrafter(), 5)
     assert (run.rollout.precision, run.rollout.group_size, run.trainer.lr) == ("bf16", 4, 1e-4)
     assert (run.cluster, run.engine) == ("10.0.0.1:6379", FakeEngine())
 
@@ -105,7 +117,9 @@ def test_experiments_compose_with_every_choice(experiment: Path) -> None:
     for key, members in UNIONS.items():
         for member in members:
             tag = str(member.tag)
-            compose([*base, f"{key}={tag}", *(f"{key}.{k}={v}" for k, v in REQUIRED.get(tag, {}).items())])
+            compose(
+                [*base, *beside(key), f"{key}={tag}", *(f"{key}.{k}={v}" for k, v in REQUIRED.get(tag, {}).items())]
+            )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +262,8 @@ def test_needs_by_hand() -> None:
 
 def test_longest_prompt_of_a_file(place: Path) -> None:
     (place / "p.jsonl").write_text('{"prompt": "1"}\n{"prompt": "12345"}\n{"prompt": "123"}\n')
-    assert estimate.longest_prompt(Run(task=JsonlTask(path="p.jsonl", held_out=0))) == 5
+    run = Run(task=JsonlTask(path="p.jsonl", held_out=0), evaluation=Evaluation(prompts=0))
+    assert estimate.longest_prompt(run) == 5
 
 
 # The command.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.training.checkpoint import numbered, read_manifest
+from tests.engines.vllm import needs_vllm
 from tests.pipelines import helpers
 
 RAYS_AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
@@ -25,10 +26,12 @@ def _processes_of(run: Path) -> list[int]:
     return found
 
 
-@pytest.mark.timeout(300)
-def test_kill_the_driver_then_resume_on_ray(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=needs_vllm)])
+def test_kill_the_driver_then_resume_on_ray(engine: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
-    process = helpers.start(tmp_path, model, "cluster=local", "steps=6")
+    limits = ["engine.max_length=512", "engine.eager=true"] if engine == "vllm" else []
+    process = helpers.start(tmp_path, model, "cluster=local", "steps=6", f"engine={engine}", *limits)
     helpers.kill_after_step(process, tmp_path, 2)
     deadline = time.monotonic() + 60
     while left := _processes_of(tmp_path):
@@ -43,3 +46,4 @@ def test_kill_the_driver_then_resume_on_ray(tmp_path: Path, model: Path, monkeyp
     _, last = numbered(tmp_path / "run" / "checkpoints")[-1]
     consumed = [group for first, end in read_manifest(last).consumed for group in range(first, end + 1)]
     assert len(consumed) == len(set(consumed)) == 24
+    assert abs(summary["mismatch_kl"]) < 1e-3

@@ -61,7 +61,7 @@ def test_derived_numbers() -> None:
         ({"seed": "one"}, "seed=one: expected `int`, got `str`"),
         ({"trainer": 5}, "trainer=5: expected `object`, got `int`"),
         ({"rollout": {"on_update": "drop"}}, "use one of keep, recompute"),
-        ({"engine": {"type": "fak"}}, "engine.type=fak: invalid value 'fak'; use one of native, fake"),
+        ({"engine": {"type": "fak"}}, "engine.type=fak: invalid value 'fak'; use one of native, vllm, fake"),
         ({"engine": {"max_batch": 3}}, "engine.type is required"),
         ({"model": {"type": "checkpoint"}}, "model.path is required: give it as model.path=VALUE"),
         ({"name": 42}, "quote text that looks like a number: name='\"42\"'"),

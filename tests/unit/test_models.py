@@ -127,8 +127,8 @@ def test_hf_tensors_are_views_of_the_model(tmp_path: Path) -> None:
     assert named.keys() == reference.state_dict().keys()
     named["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
     fused = model.blocks()[1].qkv_proj.weight
-    assert (fused[64:96] == 7.0).all()
-    assert not (fused[:64] == 7.0).any()
+    assert (fused[128:192] == 7.0).all()
+    assert not (fused[:128] == 7.0).any()
     assert sum(tensor.numel() for tensor in named.values()) == sum(p.numel() for p in model.parameters())
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config import NativeEngine as Settings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.native.cache import KvCache
@@ -16,6 +15,7 @@ from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
 from asyncrl.engines.native.sampling import sample
 from asyncrl.engines.native.scheduler import Scheduler
 from asyncrl.engines.native.slots import SlotTable
+from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
@@ -99,7 +99,7 @@ class NativeEngine(CooperativeEngine):
         for job, stopped in zip(jobs, ended.stopped, strict=True):
             self._finish(job, "stop" if stopped else "length")
 
-    def _take_segment(self, job: Job) -> Segment:
+    def _take_row(self, job: Job) -> Segment:
         slots, row = self._slots, job.row
         span = slice(slots.segment[row], slots.known[row])
         slots.segment[row] = slots.known[row]

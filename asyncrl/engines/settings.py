@@ -1,0 +1,116 @@
+"""What an engine and its drafter can be set to. Kept apart from the engines so that reading a config imports none."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class NativeEngine(_Settings, frozen=True, kw_only=True, tag="native"):
+    """Our own torch engine, embedded in the rollout actor."""
+
+    max_batch: Positive = 128
+    """Rows decoded together; further requests wait."""
+    max_length: Positive = 4096
+    """Longest prompt plus answer, in tokens."""
+    prefill_chunk: Positive = 1024
+    """Prompt tokens computed per step beside the decoding rows."""
+    threads: Positive = 1
+    """torch threads of one rollout actor on CPU."""
+
+
+class VllmEngine(_Settings, frozen=True, kw_only=True, tag="vllm"):
+    """vLLM's AsyncLLM inside the rollout actor; needs the extra `vllm`."""
+
+    max_batch: Positive = 256
+    """Requests decoded together; further ones wait."""
+    max_length: Positive = 4096
+    """Longest prompt plus answer, in tokens."""
+    prefill_chunk: Positive = 8192
+    """Tokens computed per step, prompts and decoding rows together."""
+    memory: Share = 0.45
+    """Share of a GPU's memory for weights and KV cache; the trainer takes the rest when both share a card."""
+    cpu_cache_gib: Positive = 1
+    """KV cache on a CPU, in GiB."""
+    threads: Positive = 1
+    """torch threads of one engine on CPU."""
+    tensor_parallel: Positive = 1
+    """GPUs of one engine."""
+    reproducible: bool = True
+    """Each request draws from a random stream of its own, fixed by its seed. Off, a batch shares one, which is faster
+    for large batches on a GPU."""
+    eager: bool = False
+    """Skip compilation and CUDA graphs: a faster start, slower decoding."""
+    quantization: Literal["none", "fp8"] = "none"
+    """`fp8` quantizes the weights as they are loaded; needs a GPU."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Number format of the KV cache; `auto` is that of the weights."""
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Time to load the model, compile and capture graphs."""
+
+
+class FakeEngine(_Settings, frozen=True, kw_only=True, tag="fake"):
+    """Deterministic engine without a model: scripted lengths and delays, for tests and simulation."""
+
+    median_tokens: Positive = 16
+    sigma: NonNegative = 0.8
+    """Spread of the log-normal length distribution."""
+    max_batch: Positive = 128
+    step_seconds: NonNegative = 0.0
+    vocabulary: Positive = 64
+
+
+EngineSettings = NativeEngine | VllmEngine | FakeEngine
+
+
+class NoDrafter(_Settings, frozen=True, kw_only=True, tag="none"):
+    """Plain decoding, one token per step."""
+
+
+class _Drafting(_Settings, frozen=True, kw_only=True):
+    tokens: Positive = 3
+    """Tokens drafted per step."""
+    by_batch: tuple[tuple[Positive, Positive, Natural], ...] = ()
+    """Draft tokens by the number of running requests, as [[first, last, tokens], ...]; 0 switches drafting off there.
+    Empty: always `tokens`."""
+
+    def __post_init__(self) -> None:
+        expected = 1
+        for first, last, tokens in self.by_batch:
+            if first != expected or last < first or tokens > self.tokens:
+                raise ValueError(
+                    f"by_batch has [{first}, {last}, {tokens}], but ranges must follow each other from 1 on, and none "
+                    f"may draft more than tokens={self.tokens}"
+                )
+            expected = last + 1
+
+
+class NgramDrafter(_Drafting, frozen=True, kw_only=True, tag="ngram"):
+    """Drafts what followed the last few tokens earlier in the same text."""
+
+    min_match: Positive = 2
+    max_match: Positive = 4
+
+
+class EagleDrafter(_Drafting, frozen=True, kw_only=True, tag="eagle"):
+    """A small head that drafts from the target's last hidden state."""
+
+    path: str
+
+
+class Eagle3Drafter(_Drafting, frozen=True, kw_only=True, tag="eagle3"):
+    """A small head that drafts from the hidden states of three layers."""
+
+    path: str
+
+
+DrafterSettings = NoDrafter | NgramDrafter | EagleDrafter | Eagle3Drafter

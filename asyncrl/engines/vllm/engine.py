@@ -1,0 +1,228 @@
+"""vLLM's AsyncLLM as one of our engines: token ids in, deltas with log-probabilities and versions out.
+
+Only public interfaces are used: generate, abort, pause and resume, the weight update phases with a transfer backend of
+our own (worker.py), prefix cache salts, stat loggers. vLLM runs its model in a process of its own.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.inputs import TokensPrompt
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from asyncrl.engines.base import OnUpdate
+from asyncrl.engines.requests import Pending, RequestSide
+from asyncrl.engines.settings import DrafterSettings
+from asyncrl.engines.settings import VllmEngine as Settings
+from asyncrl.engines.vllm.counters import Counters
+from asyncrl.engines.vllm.options import engine_args, sampling_params
+from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.types import EngineStats, Finish, Request, Segment, WeightAck, WeightManifest
+
+QUIET_TURNS = 10
+"""Turns of the event loop without a new token after which, in a paused engine, none is on its way any more."""
+FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+
+
+class _Job(Pending):
+    """A request, and what vLLM sampled for it since the last delta."""
+
+    __slots__ = ("logprobs", "pump", "sampled", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.sampled = 0
+        self.pump: asyncio.Task[None]
+
+
+class VllmEngine(RequestSide[_Job]):
+    def __init__(
+        self,
+        model_path: Path,
+        settings: Settings,
+        drafter: DrafterSettings,
+        *,
+        name: str,
+        version: int = 0,
+        precision: str = "fp32",
+    ) -> None:
+        super().__init__(name, version)
+        self._settings = settings
+        self._args = engine_args(model_path, settings, drafter, precision)
+        self._counters = Counters()
+        self._llm: AsyncLLM | None = None
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._updating = asyncio.Lock()
+        self._paused = False
+        self._submitted = self._generated = self._reprefilled = 0
+
+    async def start(self) -> None:
+        if self._llm is not None:
+            raise EngineError(f"engine {self.name} was started before; make a new one")
+        # It blocks this loop on purpose: nothing can be served before, and vLLM has its own limit for the start.
+        try:
+            self._llm = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._counters.logger])
+        except Exception as error:
+            raise EngineError(
+                f"engine {self.name} did not start: {error}; vLLM printed the cause above, and VLLM_LOGGING_LEVEL=INFO "
+                f"makes it print more"
+            ) from error
+        self._refusal = ""
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._halt()
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._serving().resume_generation()
+
+    async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
+        return await self._update(manifest, "policy", on_update)
+
+    async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
+        """New weights for the drafting head; the policy and its version stay."""
+        return await self._update(manifest, "drafter", "keep")
+
+    async def _update(self, manifest: WeightManifest, target: Literal["policy", "drafter"], on: OnUpdate) -> WeightAck:
+        self._require_serving(f"weights of version {manifest.version}")
+        encoded = msgspec.json.encode(manifest).decode()
+        async with self._updating:
+            await self._verify(manifest, encoded)
+            await self._halt()
+            await self._load(encoded, target)
+            again = 0
+            if target == "policy":
+                self._switch_version(manifest.version)
+                again = await self._forget_keys() if on == "recompute" else 0
+            if not self._paused:
+                await self._serving().resume_generation()
+        return WeightAck(self.name, manifest.version, manifest.digest, again)
+
+    async def _verify(self, manifest: WeightManifest, encoded: str) -> None:
+        """Nothing is touched unless every worker reads exactly what was published."""
+        for digest in await self._serving().collective_rpc("digest_published", args=(encoded,)):
+            if digest != manifest.digest:
+                raise WeightSyncError(
+                    f"engine {self.name}: weights of version {manifest.version} have digest {digest}, published was "
+                    f"{manifest.digest}; version {self._version} is kept, publish again"
+                )
+
+    async def _halt(self) -> None:
+        """Stop decoding, and wait until the tokens sampled so far have arrived, which all are of this version.
+
+        vLLM answers the pause on the connection that carries its tokens, behind the last of them. From then on they
+        only pass through tasks of this loop, each of which moves on in every turn while it has something to do.
+        """
+        await self._serving().pause_generation(mode="keep", clear_cache=False)
+        quiet = 0
+        while quiet < QUIET_TURNS:
+            before = self._generated, len(self._jobs)
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if before == (self._generated, len(self._jobs)) else 0
+
+    async def _load(self, encoded: str, target: Literal["policy", "drafter"]) -> None:
+        llm = self._serving()
+        try:
+            await (llm.start_weight_update() if target == "policy" else llm.start_draft_weight_update())
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": encoded}))
+            await llm.finish_weight_update()
+        except Exception as error:  # whatever a worker raised, some layers may be new and others old
+            self._fail(f"holds half-loaded weights: {error!r}", error)
+            raise WeightSyncError(f"engine {self.name} {self._refusal}; start it again") from error
+
+    async def _forget_keys(self) -> int:
+        """Preempt what runs: vLLM computes its keys and values again, under the new weights."""
+        again = sum(len(job.request.tokens) + job.sampled for job in self._jobs.values() if job.sampled)
+        self._reprefilled += again
+        await self._serving().reset_prefix_cache(reset_running_requests=True)
+        return again
+
+    def stats(self) -> EngineStats:
+        waiting = sum(not job.sampled for job in self._jobs.values())
+        return EngineStats(
+            running=len(self._jobs) - waiting,
+            waiting=waiting,
+            version=self._version,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._counters.prefilled,
+            reprefilled_tokens=self._reprefilled,
+            steps=self._counters.steps,
+            busy_seconds=0.0,
+            drafts=self._counters.drafts,
+            drafted_tokens=self._counters.drafted,
+            accepted_by_position=tuple(self._counters.accepted),
+        )
+
+    async def close(self) -> None:
+        self._refusal = "is closed"
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        for job in list(self._jobs.values()):
+            self._finish(job, "abort")
+        if self._pumps:
+            await asyncio.wait(self._pumps, timeout=10)
+        await asyncio.to_thread(llm.shutdown)
+
+    def _serving(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError(f"engine {self.name} {self._refusal}")
+        return self._llm
+
+    def _check(self, request: Request) -> None:
+        if len(request.tokens) >= self._settings.max_length:
+            raise EngineError(
+                f"request {request.id}: {len(request.tokens)} tokens leave no room for an answer within "
+                f"engine.max_length={self._settings.max_length}; shorten the prompt or raise engine.max_length"
+            )
+
+    def _begin(self, request: Request) -> _Job:
+        job = _Job(request)
+        self._submitted += 1
+        job.pump = asyncio.create_task(self._pump(job, f"{request.id}#{self._submitted}"))
+        self._pumps.add(job.pump)
+        job.pump.add_done_callback(self._pumps.discard)
+        return job
+
+    async def _pump(self, job: _Job, name: str) -> None:
+        """Move what vLLM samples into the job."""
+        # The salt keeps keys and values of other versions away from a new request.
+        prompt = TokensPrompt(prompt_token_ids=list(job.request.tokens), cache_salt=f"v{self._version}")
+        params = sampling_params(job.request, self._settings)
+        try:
+            async for output in self._serving().generate(prompt, params, name):
+                self._take(job, output.outputs[0])
+        except EngineDeadError as error:
+            self._fail(f"is dead: {error}", error)
+        except Exception as error:  # vLLM refused or lost this one; whoever waits for it must hear of it
+            if self._jobs.pop(job.request.id, None) is job:
+                failure = EngineError(f"request {job.request.id}: {error.__cause__ or error!r}")
+                failure.__cause__ = error
+                job.deltas.put_nowait(failure)
+
+    def _take(self, job: _Job, new: CompletionOutput) -> None:
+        logprobs = cast(list[dict[int, Logprob]], new.logprobs or [])
+        job.tokens += new.token_ids
+        job.logprobs += [step[token].logprob for token, step in zip(new.token_ids, logprobs, strict=True)]
+        job.sampled += len(new.token_ids)
+        self._generated += len(new.token_ids)
+        if new.finish_reason is not None and self._jobs.get(job.request.id) is job:
+            self._finish(job, FINISH.get(new.finish_reason, "abort"))
+
+    def _take_segment(self, job: _Job) -> Segment:
+        segment = Segment.sampled(job.tokens, job.logprobs, self._version)
+        job.tokens, job.logprobs = [], []
+        return segment
+
+    def _leave(self, job: _Job) -> None:
+        if asyncio.current_task() is not job.pump:
+            job.pump.cancel()  # vLLM aborts a request whose reader is cancelled

@@ -1,0 +1,87 @@
+"""Our settings in vLLM's words."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+
+from asyncrl.engines.settings import (
+    DrafterSettings,
+    Eagle3Drafter,
+    EagleDrafter,
+    NgramDrafter,
+    NoDrafter,
+    VllmEngine,
+)
+from asyncrl.types import Request
+
+BACKEND = "asyncrl"
+"""Name under which worker.py registers our weight transfer."""
+PRECISIONS: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
+SEEDS = 2**63
+"""vLLM takes seeds of 63 bits."""
+
+
+def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,  # tokens in, tokens out
+        generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
+        dtype=PRECISIONS[precision],
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.max_batch,
+        max_num_batched_tokens=max(settings.prefill_chunk, settings.max_batch),
+        gpu_memory_utilization=settings.memory,
+        tensor_parallel_size=settings.tensor_parallel,
+        distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
+        enforce_eager=settings.eager,
+        quantization=None if settings.quantization == "none" else settings.quantization,
+        kv_cache_dtype=settings.kv_dtype,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
+        speculative_config=speculative_config(drafter),
+        worker_extension_cls="asyncrl.engines.vllm.worker.WeightReader",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        disable_log_stats=False,  # our own logger counts steps and accepted drafts
+    )
+
+
+def speculative_config(drafter: DrafterSettings) -> dict[str, Any] | None:
+    match drafter:
+        case NoDrafter():
+            return None
+        case NgramDrafter():
+            method = {
+                "method": "ngram",
+                "prompt_lookup_min": drafter.min_match,
+                "prompt_lookup_max": drafter.max_match,
+            }
+        case EagleDrafter(path=path):
+            method = {"method": "eagle", "model": path}
+        case Eagle3Drafter(path=path):
+            method = {"method": "eagle3", "model": path}
+    schedule = [list(entry) for entry in drafter.by_batch]
+    dynamic = {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
+    return {**method, "num_speculative_tokens": drafter.tokens, **dynamic}
+
+
+def sampling_params(request: Request, settings: VllmEngine) -> SamplingParams:
+    """`max_tokens` counts from the first sampled token; what was sampled before a resumption is part of it."""
+    sampling = request.sampling
+    room = settings.max_length - len(request.tokens)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        # A resumed answer must not draw the same numbers again.
+        seed=(request.seed + request.resumed) % SEEDS if settings.reproducible else None,
+        max_tokens=min(sampling.max_tokens - request.resumed, room),
+        stop_token_ids=list(sampling.stop),
+        ignore_eos=True,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,107 @@
+"""Inside vLLM's worker process: published weights go from the trainer's memory into the model.
+
+vLLM imports this module because the engine names `WeightReader` as its worker extension; importing it registers our
+weight transfer backend, which vLLM then drives: start, update, finish.
+"""
+
+import multiprocessing
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from asyncrl.engines.vllm.environment import OWNER
+from asyncrl.engines.vllm.options import BACKEND
+from asyncrl.types import WeightManifest
+from asyncrl.weights.transport import digest_published, read_published
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Nothing has to be agreed on beforehand: a manifest says everything."""
+
+
+@dataclass
+class Publication(WeightTransferUpdateInfo):
+    manifest: str
+    """A WeightManifest as JSON: the only kind of value that needs no pickle on its way here."""
+
+
+class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
+    """Loads what a manifest points to, by vLLM's layer-wise reload unless the weights can be overwritten in place."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = Publication
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None: ...
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the model computes with the tensors as they are loaded: then they are overwritten where they lie.
+
+        Quantized, packed (as on CPUs) and fused expert weights are made from the loaded ones, layer by layer.
+        """
+        experts = getattr(self.model_config.hf_config, "num_experts", None)
+        return self.device.type == "cuda" and self.model_config.quantization is None and experts is None
+
+    def start_weight_update(self) -> None:
+        if not self._in_place:
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Publication) -> None:
+        load_weights: Any = self.model.load_weights  # every vLLM model has it, but torch.nn.Module does not
+        load_weights(read_published(_decode(update_info.manifest), self.device))
+
+    def finish_weight_update(self) -> None:
+        if not self._in_place:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None: ...
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Abstract in vLLM 0.26 only; delete when 0.27 is the oldest that is supported."""
+        raise NotImplementedError
+
+
+class WeightReader:
+    """Methods that vLLM adds to its worker."""
+
+    def digest_published(self, manifest: str) -> str:
+        """Digest of the bytes that this worker would load, read from where it would load them."""
+        return digest_published(_decode(manifest))
+
+
+def _decode(manifest: str) -> WeightManifest:
+    return msgspec.json.decode(manifest, type=WeightManifest)
+
+
+def _end_with_owner() -> None:
+    """vLLM's processes outlive an owner that is killed, and keep its GPU; wait for that, and end them."""
+    owner = int(os.environ[OWNER])
+    end = os.pidfd_open(owner)
+
+    def watch() -> None:
+        select.select([end], [], [])
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid not in (None, owner):
+            os.kill(parent.pid, signal.SIGKILL)  # the engine's process, where workers have one of their own
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="owner", daemon=True).start()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, ManifestTransfer)
+_end_with_owner()

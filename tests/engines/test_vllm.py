@@ -1,0 +1,139 @@
+"""What only vLLM has: its process, its drafters, its number formats, its versions."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.devices import has_avx512, has_gpu
+from asyncrl.engines.build import build_vllm
+from asyncrl.engines.settings import DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter
+from asyncrl.engines.vllm import versions
+from asyncrl.errors import EngineError
+from asyncrl.weights.shared_memory import SharedMemoryWriter
+from tests.engines.driving import (
+    LONG,
+    Answer,
+    ask,
+    child_processes,
+    collect,
+    collect_all,
+    serving,
+    until_generated,
+)
+from tests.engines.parity import gathered, reference_logits
+from tests.engines.vllm import TINY, needs_vllm
+from tests.tiny_model import tiny_checkpoint, tiny_eagle3
+
+pytestmark = pytest.mark.timeout(300)
+REPEATING = (7, 8, 9, 10) * 6
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "none is installed: pip install 'asyncrl[vllm]'"),
+        ("0.25.1", "0.25.1 is too old: pip install 'asyncrl[vllm]'"),
+        ("0.30.0", "0.30.0 is too new: pip install 'asyncrl[vllm]'"),
+        ("1.0.0", "too new"),
+    ],
+)
+def test_a_vllm_that_does_not_fit_is_named_with_the_command_that_mends_it(found: str | None, words: str) -> None:
+    assert words in str(versions.problem(found))
+
+
+@pytest.mark.parametrize("found", ["0.26.0", "0.27.1", "0.29.0+cpu", "0.29.1rc1"])
+def test_supported_versions_have_no_problem(found: str) -> None:
+    assert versions.problem(found) is None
+
+
+@needs_vllm
+def test_a_dead_engine_process_reaches_every_waiting_iterator(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+
+    async def scenario() -> None:
+        before = child_processes()
+        async with serving(build_vllm(tmp_path, TINY, NoDrafter(), name="vllm")) as engine:
+            tasks = [asyncio.create_task(collect(engine, ask(str(i), max_tokens=400))) for i in range(4)]
+            await until_generated(engine, 5)
+            for process in child_processes() - before:
+                os.kill(process, signal.SIGKILL)
+            outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+            assert [type(outcome) for outcome in outcomes] == [EngineError] * 4
+            assert "engine vllm is dead" in str(outcomes[0])
+            with pytest.raises(EngineError, match="is dead"):
+                engine.submit(ask("late"))
+
+    asyncio.run(scenario())
+
+
+def _check_greedy(reference: PreTrainedModel, prompt: tuple[int, ...], answer: Answer) -> None:
+    """Every token is the likeliest one, and its log-probability the target's, whoever drafted it."""
+    logits = reference_logits(reference, ask("x", prompt), answer)
+    assert answer.tokens.tolist() == logits.argmax(-1).tolist()
+    np.testing.assert_allclose(answer.logprobs, gathered(logits, answer.tokens), atol=1e-3)
+
+
+def _speculate(path: Path, drafter: DrafterSettings, head: dict[str, torch.Tensor] | None = None) -> None:
+    """Answer greedily, perhaps with a new drafting head in between; answers never depend on the drafter."""
+    reference = tiny_checkpoint(path)
+    prompts = (REPEATING, LONG[:20], LONG[:60])
+
+    async def scenario() -> None:
+        async with serving(build_vllm(path, TINY, drafter, name="vllm")) as engine:
+            requests = [ask(str(i), p, temperature=0.0, max_tokens=60) for i, p in enumerate(prompts)]
+            for prompt, answer in zip(prompts, await collect_all(engine, requests), strict=True):
+                _check_greedy(reference, prompt, answer)
+            stats = engine.stats()
+            assert stats.drafts > 0
+            assert 0 < stats.drafted_tokens <= 3 * stats.drafts
+            assert len(stats.accepted_by_position) == 3
+            assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
+            if head is None:
+                return
+            writer = SharedMemoryWriter(lambda: head.items(), prefix="test")
+            running = asyncio.create_task(collect(engine, ask("over", LONG[:20], temperature=0.0, max_tokens=200)))
+            await until_generated(engine, 20, since=stats.generated_tokens)
+            manifest = writer.publish(7)
+            ack = await engine.load_drafter(manifest)  # type: ignore[attr-defined]
+            writer.close()
+            assert (ack.version, ack.digest) == (7, manifest.digest)
+            answer = await running
+            assert answer.versions == [0], "a new drafter is no new policy"
+            _check_greedy(reference, LONG[:20], answer)
+
+    asyncio.run(scenario())
+
+
+@needs_vllm
+def test_ngram_drafts_by_batch_size_change_no_answer(tmp_path: Path) -> None:
+    _speculate(tmp_path, NgramDrafter(tokens=3))
+
+
+@needs_vllm
+def test_an_eagle3_head_can_be_replaced_while_answers_run(tmp_path: Path) -> None:
+    tiny_eagle3(tmp_path / "head")
+    drafter = Eagle3Drafter(path=str(tmp_path / "head"), tokens=3, by_batch=((1, 8, 3), (9, 64, 1)))
+    _speculate(tmp_path / "target", drafter, tiny_eagle3(tmp_path / "other", seed=1))
+
+
+@needs_vllm
+@pytest.mark.skipif(not has_gpu() and not has_avx512(), reason="an FP8 cache needs a GPU or a CPU with AVX-512")
+def test_an_fp8_cache_answers_nearly_the_same(tmp_path: Path) -> None:
+    reference = tiny_checkpoint(tmp_path)
+    settings = msgspec.structs.replace(TINY, kv_dtype="fp8")
+
+    async def scenario() -> Answer:
+        async with serving(build_vllm(tmp_path, settings, NoDrafter(), name="vllm")) as engine:
+            return await collect(engine, ask("a", LONG, max_tokens=60))
+
+    answer = asyncio.run(scenario())
+    expected = gathered(reference_logits(reference, ask("a", LONG), answer), answer.tokens)
+    gap = np.abs(answer.logprobs - expected)
+    assert 1e-4 < gap.mean() < 0.3, "eight bits show, and do no more than that"
