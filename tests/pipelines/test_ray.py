@@ -30,7 +30,7 @@ def _processes_of(run: Path) -> list[int]:
 @pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=needs_vllm)])
 def test_kill_the_driver_then_resume_on_ray(engine: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
-    limits = ["engine.max_length=512", "engine.eager=true"] if engine == "vllm" else []
+    limits = ["engine.eager=true"] if engine == "vllm" else []
     process = helpers.start(tmp_path, model, "cluster=local", "steps=6", f"engine={engine}", *limits)
     helpers.kill_after_step(process, tmp_path, 2)
     deadline = time.monotonic() + 60

@@ -21,7 +21,7 @@ from asyncrl.engines.requests import Pending, RequestSide
 from asyncrl.engines.settings import DrafterSettings
 from asyncrl.engines.settings import VllmEngine as Settings
 from asyncrl.engines.vllm.counters import Counters
-from asyncrl.engines.vllm.options import engine_args, sampling_params
+from asyncrl.engines.vllm.options import engine_args, sampling_params, within
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.types import EngineStats, Finish, Request, Segment, WeightAck, WeightManifest
 
@@ -55,8 +55,8 @@ class VllmEngine(RequestSide[_Job]):
         precision: str = "fp32",
     ) -> None:
         super().__init__(name, version)
-        self._settings = settings
-        self._args = engine_args(model_path, settings, drafter, precision)
+        self._settings = within(settings, model_path)
+        self._args = engine_args(model_path, self._settings, drafter, precision)
         self._counters = Counters()
         self._llm: AsyncLLM | None = None
         self._pumps: set[asyncio.Task[None]] = set()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -16,6 +17,7 @@ from asyncrl.engines.settings import (
     NoDrafter,
     VllmEngine,
 )
+from asyncrl.models.config import read_config
 from asyncrl.types import Request
 
 BACKEND = "asyncrl"
@@ -23,6 +25,12 @@ BACKEND = "asyncrl"
 PRECISIONS: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 SEEDS = 2**63
 """vLLM takes seeds of 63 bits."""
+
+
+def within(settings: VllmEngine, model: Path) -> VllmEngine:
+    """vLLM refuses to start with more positions than the model was made for."""
+    positions = read_config(model).raw.get("max_position_embeddings", settings.max_length)
+    return msgspec.structs.replace(settings, max_length=min(settings.max_length, positions))
 
 
 def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
