@@ -16,7 +16,7 @@ def smollm2(model: str, engine: str = "native", root: str = "runs") -> Run:
     return Run(
         name="smollm2",
         root=root,
-        steps=150,
+        steps=100,
         max_staleness=2,
         engine=VllmEngine() if engine == "vllm" else NativeEngine(),
         model=Checkpoint(path=model),
@@ -26,7 +26,7 @@ def smollm2(model: str, engine: str = "native", root: str = "runs") -> Run:
         reward=Reward(function="asyncrl.tasks.reasoning_gym:graded_reward", workers=2),
         rollout=Rollout(chat=True, group_size=16, max_tokens=32, precision="bf16"),
         flow=Flow(groups_per_step=64, groups_per_take=8),
-        trainer=Trainer(lr=1e-5, warmup_steps=5, dtype="bf16"),
+        trainer=Trainer(lr=3e-5, warmup_steps=5, dtype="bf16"),
         evaluation=Evaluation(every=10, prompts=256),
     )
 
