@@ -1,6 +1,7 @@
 # Everything is installed into .venv; all that must be there is Python 3.11 or newer.
 #   make quickstart               install, then the CPU demo
 #   make test | make lint         what CI runs
+#   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
 #   make bench-NAME               benchmarks/NAME.py
 #   make bench-peer-NAME          benchmarks/peers/NAME.py, after installing benchmarks/peers/requirements.txt
 PYTHON ?= python3
@@ -12,7 +13,7 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Further settings or options, as in: make quickstart ARGS="seed=1 max_staleness=0"
 ARGS ?=
 
-.PHONY: quickstart test lint format
+.PHONY: quickstart test test-gpu lint format
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -20,6 +21,11 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
+
+# On a machine with a GPU and vLLM for it: the same engine tests on CUDA, and what only a GPU can do.
+test-gpu: $(VENV)/.installed
+	@$(INSTALL) --editable '.[test,vllm,nccl]'
+	@$(BIN)/python -m pytest -q tests/gpu tests/engines -k "gpu or vllm" $(ARGS)
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	@$(BIN)/ruff check

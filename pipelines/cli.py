@@ -13,7 +13,7 @@ OVERRIDES = """\
 settings are given as key=value, on top of configs/base.yaml:
   experiment=quickstart         a named run; the CPU demo
   name=my-run seed=1 steps=50   where it is written (runs/my-run), how it is drawn, how long
-  engine=native|fake            a choice with settings of its own: engine.max_batch=64
+  engine=native|vllm|fake       a choice with settings of its own: engine.max_batch=64
   max_staleness=0               synchronous; 2 lets generation run up to two versions ahead
   cluster=local|auto|ADDRESS    a Ray of its own, or one that is there; inprocess runs without
   model=checkpoint model.path=DIRECTORY reward.function=my_reward.py:reward trainer.lr=1e-6
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _run(options.overrides)
             case "plan":
                 return _plan(options.overrides, config_only=options.config)
+            case "replay":
+                return _replay(options.run, options.overrides, options.out)
             case _:
                 return _resume(options.run)
     except AsyncRLError as error:
@@ -74,6 +76,17 @@ def _resume(directory: Path) -> int:
     return resume(directory)
 
 
+def _replay(directory: Path, overrides: Sequence[str], out: Path | None) -> int:
+    from pipelines.replay import replay
+
+    done = replay(directory, overrides, out=out)
+    if done.identical:
+        print(f"identical: {done.steps} steps again, weights {done.digest}")
+        return 0
+    print(f"different: {done.steps} steps again, weights {done.digest}, recorded {done.recorded}")
+    return 0 if overrides else 1
+
+
 def _refuse(error: Exception) -> int:
     print(f"asyncrl: {error}", file=sys.stderr)
     return 2
@@ -91,4 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["plan"].add_argument("--config", action="store_true", help="print every setting and nothing else")
     command = commands.add_parser("resume", help="continue a stopped or killed run")
     command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    command = commands.add_parser(
+        "replay", help="train again from the recorded stream, without engines; the same settings give the same weights"
+    )
+    command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="another algorithm=, correction=, trainer.*="
+    )
+    command.add_argument("--out", type=Path, help="save the replayed model there")
     return parser

@@ -46,6 +46,21 @@ def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def changed(run: Run, overrides: Sequence[str], *, allowed: Sequence[str]) -> Run:
+    """`run` with other settings in the named parts of it; a choice such as correction=none begins from its defaults."""
+    raw = msgspec.to_builtins(run)
+    for text in overrides:
+        override = OverridesParser.create().parse_override(text)
+        part, _, field = override.key_or_group.partition(".")
+        if part not in allowed:
+            raise ConfigError(f"{text} cannot be changed here; {', '.join(allowed)} can, and their fields")
+        if field:
+            raw[part][field] = override.value()
+        else:
+            raw[part] = msgspec.to_builtins(getattr(compose([text]), part))
+    return load(raw)
+
+
 def to_yaml(run: Run) -> str:
     """Every setting of `run`; `from_yaml` gives the same run back."""
     return msgspec.yaml.encode(run).decode()

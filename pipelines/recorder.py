@@ -96,6 +96,8 @@ class Recorder:
             "generated_tokens": self._generated_before + sum(s.generated_tokens for s in stats),
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
+            "drafts": sum(s.drafts for s in stats),
+            "accepted_tokens": sum(sum(s.accepted_by_position) for s in stats),
             "in_flight": ledger.in_flight,
             "buffered": ledger.buffered,
             "dropped": sum(ledger.dropped.values()),

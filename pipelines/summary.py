@@ -27,7 +27,6 @@ def write(
         **_evaluations(recorder.evaluations),
         "waste": waste,
         "ledger": msgspec.to_builtins(ledger) if ledger else None,
-        "acceptance_length_mean": None,
         "speculation_net_gain": None,
     }
     replace(directory.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
@@ -72,7 +71,9 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         "first_optimizer_work_before_slowest_sample": rows[0]["first_work"] < first_wave,
         "weight_sync_seconds_mean": _mean(rows, "sync_seconds"),
         "mismatch_kl": _mean(rows, "mismatch_kl"),
+        "mismatch_abs": _mean(rows, "mismatch_abs"),
         "ess": _mean(rows, "ess"),
+        "acceptance_length_mean": _acceptance_length(rows[-1]),
     }
 
 
@@ -94,6 +95,11 @@ def _mean(rows: Sequence[Row], key: str) -> float:
     return sum(row[key] for row in rows) / len(rows)
 
 
+def _acceptance_length(last: Row) -> float | None:
+    """Tokens gained per verified draft: the accepted ones and the one that every step gives; null without drafts."""
+    return 1 + last["accepted_tokens"] / last["drafts"] if last["drafts"] else None
+
+
 _NO_STEPS = (
     "train_loop_seconds",
     "samples_per_second",
@@ -106,5 +112,7 @@ _NO_STEPS = (
     "first_optimizer_work_before_slowest_sample",
     "weight_sync_seconds_mean",
     "mismatch_kl",
+    "mismatch_abs",
     "ess",
+    "acceptance_length_mean",
 )

@@ -47,6 +47,24 @@ def read_run(directory: Path) -> Iterator[Trajectory]:
     return map(arrow.decode, read_payloads(directory))
 
 
+def read_deliveries(directory: Path) -> dict[int, list[tuple[int, ...]]]:
+    """The groups of every step, as the trainer got them: one entry for each forward and backward, in order.
+
+    What a resumed run was given again is in its first place only.
+    """
+    found: dict[int, list[tuple[int, ...]]] = {}
+    seen: set[int] = set()
+    for path in segment_paths(directory, journal.STEM):
+        for frame in _present(Scan(path, schema=journal.SCHEMA_HASH)):
+            match records.decode(frame.payload):
+                case records.Delivered(step=step, groups=groups) if seen.isdisjoint(groups):
+                    seen.update(groups)
+                    found.setdefault(step, []).append(groups)
+                case _:
+                    pass
+    return dict(sorted(found.items()))
+
+
 def verify(directory: Path) -> Report:
     """Check every byte of a buffer's directory."""
     report = Report()

@@ -11,12 +11,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl import devices
+from asyncrl.config import Run
 from asyncrl.devices import has_avx512, has_gpu
 from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter
+from asyncrl.engines.settings import DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter, VllmEngine
 from asyncrl.engines.vllm import versions
 from asyncrl.errors import EngineError
 from asyncrl.weights.shared_memory import SharedMemoryWriter
+from pipelines import plan
+from pipelines.compose import compose
 from tests.engines.driving import (
     LONG,
     Answer,
@@ -137,3 +141,32 @@ def test_an_fp8_cache_answers_nearly_the_same(tmp_path: Path) -> None:
     expected = gathered(reference_logits(reference, ask("a", LONG), answer), answer.tokens)
     gap = np.abs(answer.logprobs - expected)
     assert 1e-4 < gap.mean() < 0.3, "eight bits show, and do no more than that"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (VllmEngine(quantization="fp8"), "engine.quantization=fp8 needs a GPU, and there is none here"),
+        (VllmEngine(kv_dtype="fp8"), "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512"),
+        (VllmEngine(tensor_parallel=2), "engine.tensor_parallel=2 needs as many GPUs"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(
+    settings: VllmEngine, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "has_gpu", lambda: False)
+    monkeypatch.setattr(plan, "has_avx512", lambda: False)
+    assert any(words in found for found in plan.problems(Run(root=str(tmp_path), engine=settings)))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "found", "chosen"),
+    [(True, "0.26.0", "vllm"), (True, None, "native"), (True, "0.31.0", "native"), (False, "0.29.0", "native")],
+)
+def test_vllm_is_the_default_where_it_can_use_a_gpu(
+    gpu: bool, found: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(versions, "installed", lambda: found)
+    assert compose(["task.max_size=9"]).engine.__struct_config__.tag == chosen
+    assert compose(["experiment=quickstart"]).engine.__struct_config__.tag == "native", "the demo stays on the CPU"
