@@ -50,7 +50,13 @@ def computed_rotation(frequencies_D: Tensor, dtype: torch.dtype) -> Rotation:
 def tabled_rotation(frequencies_D: Tensor, dtype: torch.dtype, positions: int) -> Rotation:
     """Looked up, for positions below a limit: a decoding step of a small model is short, and this is part of each."""
     cos, sin = computed_rotation(frequencies_D, dtype)(torch.arange(positions, device=frequencies_D.device))
-    return lambda positions_T: (cos.index_select(0, positions_T), sin.index_select(0, positions_T))
+    table_L_2_1_D = torch.stack((cos, sin), dim=1)
+
+    def rotation(positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        cos_T_1_D, sin_T_1_D = table_L_2_1_D.index_select(0, positions_T).unbind(1)
+        return cos_T_1_D, sin_T_1_D
+
+    return rotation
 
 
 def rotate(x_T_H_D: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.native.cache import KvCache
 from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
 from asyncrl.engines.native.sampling import sample
-from asyncrl.engines.native.scheduler import Scheduler
+from asyncrl.engines.native.scheduler import Scheduler, Step
 from asyncrl.engines.native.slots import SlotTable
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
@@ -80,16 +80,10 @@ class NativeEngine(CooperativeEngine):
         if min(request.tokens) < 0 or max(request.tokens) >= vocabulary:
             raise EngineError(f"request {request.id}: token ids must be in 0..{vocabulary - 1}, the model's vocabulary")
 
-    @torch.inference_mode()
     def _step(self) -> None:
-        step, slots = self._scheduler.plan(), self._slots
-        rows = slots.count
-        attend = self._cache.attend(step.positions_T, rows, step.reach, step.chunks)
-        hidden_N_E = self._tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
-        logits_N_V = torch.mm(hidden_N_E, self._head_E_V).float()
-        uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
-        token_N_1, logprob_N_1 = sample(logits_N_V, slots.settings(), uniform_N_1)
-        logprob_N = logprob_N_1.numpy()[:, 0]
+        with torch.inference_mode():  # as a decorator it would cost more than sampling
+            step, token_N_1, logprob_N_1 = self._decode()
+        slots, logprob_N = self._slots, logprob_N_1.numpy()[:, 0]
         if isnan(logprob_N.sum()):
             raise EngineError(f"the model's logits are NaN under version {self._version}: its weights have diverged")
         sampled, ended = slots.record(step.end_N, token_N_1.numpy()[:, 0], logprob_N)
@@ -98,6 +92,15 @@ class NativeEngine(CooperativeEngine):
         jobs = [slots.jobs[row] for row in ended.rows]  # first all of them: finishing one moves another's row
         for job, stopped in zip(jobs, ended.stopped, strict=True):
             self._finish(job, "stop" if stopped else "length")
+
+    def _decode(self) -> tuple[Step, torch.Tensor, torch.Tensor]:
+        step, slots = self._scheduler.plan(), self._slots
+        rows = slots.count
+        attend = self._cache.attend(step.positions_T, rows, step.reach, step.chunks)
+        hidden_N_E = self._tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
+        logits_N_V = torch.mm(hidden_N_E, self._head_E_V).float()
+        uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
+        return step, *sample(logits_N_V, slots.settings(), uniform_N_1)
 
     def _take_row(self, job: Job) -> Segment:
         slots, row = self._slots, job.row
