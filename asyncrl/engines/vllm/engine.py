@@ -204,7 +204,8 @@ class VllmEngine(RequestSide[_Job]):
         except EngineDeadError as error:
             self._fail(f"is dead: {error}", error)
         except Exception as error:  # vLLM refused or lost this one; whoever waits for it must hear of it
-            if self._jobs.pop(job.request.id, None) is job:
+            if self._jobs.get(job.request.id) is job:  # not another one that has its name since
+                del self._jobs[job.request.id]
                 failure = EngineError(f"request {job.request.id}: {error.__cause__ or error!r}")
                 failure.__cause__ = error
                 job.deltas.put_nowait(failure)
