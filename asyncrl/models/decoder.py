@@ -6,7 +6,7 @@ Projections that read the same input are fused; Hugging Face names are views int
 (`asyncrl.models.names`).
 
 The computation is a plain function of tensors (`LayerTensors`). Modules only own the parameters: calling one costs
-more than multiplying a small batch, so the engine gathers the tensors once (`Decoder.tensors`) and decodes with them.
+more than multiplying a small batch, so the engine gathers the tensors once (`Layer.tensors`) and decodes with them.
 
 Axis suffixes: T tokens, H query heads, K key/value heads, A all H+K heads that are rotated, D head dimension,
 E hidden size, F width of the gated layer, V vocabulary.
@@ -22,11 +22,11 @@ from torch.nn.utils import skip_init
 
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.norm import NormScale, rms_norm
-from asyncrl.models.rope import Rotation, computed_rotation, rotate, signed_frequencies, tabled_rotation
+from asyncrl.models.rope import Rotate, Rotation, computed_rotation, signed_frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_H_D. It may answer for the first tokens only: nothing more is then
-computed of the others, as when all that is wanted of a prompt is its keys and values."""
+"""(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_X, the heads side by side. It may answer for the first tokens only:
+nothing more is then computed of the others, as when all that is wanted of a prompt is its keys and values."""
 
 
 class LayerTensors(NamedTuple):
@@ -47,22 +47,22 @@ class LayerTensors(NamedTuple):
     down: Tensor
     down_bias: Tensor | None
 
-    def forward(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        y_T_E = self._attention(rms_norm(x_T_E, self.input_norm), cos, sin, layer, attend)
+    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
+        y_T_E = self._attention(rms_norm(x_T_E, self.input_norm), rotate, layer, attend)
         if y_T_E.shape[0] < x_T_E.shape[0]:
             x_T_E = x_T_E[: y_T_E.shape[0]]
         x_T_E = _add_projection(x_T_E, y_T_E, self.out, self.out_bias)
         y_T_F = self._gated(rms_norm(x_T_E, self.mlp_norm))
         return _add_projection(x_T_E, y_T_F, self.down, self.down_bias)
 
-    def _attention(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+    def _attention(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
         qkv_T_X_D = _project(x_T_E, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
         qk_T_A_D, v_T_K_D = torch.split_with_sizes(qkv_T_X_D, (heads + kv_heads, kv_heads), 1)
         if self.qk_norm is not None:
             qk_T_A_D = rms_norm(qk_T_A_D, self.qk_norm)
-        q_T_H_D, k_T_K_D = torch.split_with_sizes(rotate(qk_T_A_D, cos, sin), (heads, kv_heads), 1)
-        return attend(layer, q_T_H_D, k_T_K_D, v_T_K_D).flatten(1)
+        q_T_H_D, k_T_K_D = torch.split_with_sizes(rotate(qk_T_A_D), (heads, kv_heads), 1)
+        return attend(layer, q_T_H_D, k_T_K_D, v_T_K_D)
 
     def _gated(self, x_T_E: Tensor) -> Tensor:
         gate_up = _project(x_T_E, self.gate_up, self.gate_up_bias)
@@ -86,15 +86,15 @@ class Tensors(NamedTuple):
 
     embedding_V_E: Tensor
     rotation: Rotation
-    layers: Iterable[Callable[[Tensor, Tensor, Tensor, int, Attend], Tensor]]
+    layers: Iterable[Callable[[Tensor, Rotate, int, Attend], Tensor]]
     norm: NormScale
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normalised and ready for the output matrix."""
         x_T_E = F.embedding(tokens_T, self.embedding_V_E)
-        cos, sin = self.rotation(positions_T)
+        rotate = self.rotation(positions_T)
         for index, layer in enumerate(self.layers):
-            x_T_E = layer(x_T_E, cos, sin, index, attend)
+            x_T_E = layer(x_T_E, rotate, index, attend)
         return rms_norm(x_T_E, self.norm)
 
 
@@ -139,8 +139,8 @@ class Layer(nn.Module):
             down_bias=self.down_proj.bias,
         )
 
-    def forward(self, x_T_E: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        return self.tensors().forward(x_T_E, cos, sin, layer, attend)
+    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
+        return self.tensors().forward(x_T_E, rotate, layer, attend)
 
 
 class Decoder(nn.Module):
@@ -160,15 +160,11 @@ class Decoder(nn.Module):
     def blocks(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def tensors(self, max_length: int) -> Tensors:
-        """The computation of `forward` without modules, for decoding; valid until the weights change."""
-        rotation = tabled_rotation(self.frequencies_D, self.norm.dtype, max_length)
-        return self._tensors(rotation, [layer.tensors().forward for layer in self.blocks()])
-
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normalised and ready for `logits`."""
         rotation = computed_rotation(self.frequencies_D, self.norm.dtype)
-        return self._tensors(rotation, self.layers).forward(tokens_T, positions_T, attend)
+        norm = NormScale.of(self.norm, self.config.norm_eps)
+        return Tensors(self.embed_tokens.weight, rotation, self.layers, norm).forward(tokens_T, positions_T, attend)
 
     @property
     def output_matrix(self) -> Tensor:
@@ -176,9 +172,6 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_T_E: Tensor) -> Tensor:
         return F.linear(hidden_T_E, self.output_matrix)
-
-    def _tensors(self, rotation: Rotation, layers: Iterable[Callable[..., Tensor]]) -> Tensors:
-        return Tensors(self.embed_tokens.weight, rotation, layers, NormScale.of(self.norm, self.config.norm_eps))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Not a buffer: positions need fp32 frequencies whatever dtype the weights are cast to.

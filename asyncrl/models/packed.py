@@ -68,20 +68,20 @@ def _causal(qkv_N_A_L_D: Tensor, heads: tuple[int, int, int]) -> Tensor:
     q_N_H_L_D, k_N_K_L_D, v_N_K_L_D = qkv_N_A_L_D.split(heads, dim=1)
     gqa = heads[0] != heads[1]
     out = F.scaled_dot_product_attention(q_N_H_L_D, k_N_K_L_D, v_N_K_L_D, is_causal=True, enable_gqa=gqa)
-    return out.transpose(1, 2).flatten(0, 1)
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class _Unpad(torch.autograd.Function):
     """Select the real tokens. Its backward is a copy: index_select's own would add row by row, many times slower."""
 
     @staticmethod
-    def forward(ctx: Any, x_P_H_D: Tensor, place_T: Tensor) -> Tensor:
+    def forward(ctx: Any, x_P_X: Tensor, place_T: Tensor) -> Tensor:
         ctx.save_for_backward(place_T)
-        ctx.padded = x_P_H_D.shape[0]
-        return x_P_H_D.index_select(0, place_T)
+        ctx.padded = x_P_X.shape[0]
+        return x_P_X.index_select(0, place_T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (place_T,) = ctx.saved_tensors
-        (grad_T_H_D,) = grads
-        return grad_T_H_D.new_zeros(ctx.padded, *grad_T_H_D.shape[1:]).index_copy_(0, place_T, grad_T_H_D), None
+        (grad_T_X,) = grads
+        return grad_T_X.new_zeros(ctx.padded, grad_T_X.shape[1]).index_copy_(0, place_T, grad_T_X), None

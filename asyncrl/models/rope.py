@@ -33,32 +33,48 @@ def _stretch_llama3(inverse: Tensor, rope: Rope) -> Tensor:
     return (1 - blend) * inverse / rope.factor + blend * inverse
 
 
-Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""positions_T -> cosine and signed sine of every token, shaped T_1_D to broadcast over heads."""
+Rotate = Callable[[Tensor], Tensor]
+"""Turns heads shaped T_H_D by the angles of their tokens."""
+Rotation = Callable[[Tensor], Rotate]
+"""positions_T -> what turns the heads of these tokens."""
 
 
 def computed_rotation(frequencies_D: Tensor, dtype: torch.dtype) -> Rotation:
     """For any positions."""
 
-    def rotation(positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(positions_T: Tensor) -> Rotate:
         angles_T_1_D = positions_T.view(-1, 1, 1) * frequencies_D
-        return angles_T_1_D.cos().to(dtype), angles_T_1_D.sin().to(dtype)
+        cos_T_1_D, sin_T_1_D = angles_T_1_D.cos().to(dtype), angles_T_1_D.sin().to(dtype)
+
+        def rotate(x_T_H_D: Tensor) -> Tensor:
+            swapped_T_H_D = x_T_H_D.roll(x_T_H_D.shape[-1] // 2, dims=-1)
+            return (x_T_H_D * cos_T_1_D).addcmul_(swapped_T_H_D, sin_T_1_D)
+
+        return rotate
 
     return rotation
 
 
-def tabled_rotation(frequencies_D: Tensor, dtype: torch.dtype, positions: int) -> Rotation:
-    """Looked up, for positions below a limit: a decoding step of a small model is short, and this is part of each."""
-    cos, sin = computed_rotation(frequencies_D, dtype)(torch.arange(positions, device=frequencies_D.device))
-    table_L_2_1_D = torch.stack((cos, sin), dim=1)
+def interleaved(head_dim: int) -> Tensor:
+    """The order of a head's columns in which each pair of the rotation is two neighbours."""
+    return torch.arange(head_dim).view(2, -1).t().flatten()
 
-    def rotation(positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        cos_T_1_D, sin_T_1_D = table_L_2_1_D.index_select(0, positions_T).unbind(1)
-        return cos_T_1_D, sin_T_1_D
+
+def tabled_rotation(frequencies_D: Tensor, positions: int) -> Rotation:
+    """For `interleaved` heads and positions below a limit: pairs are complex numbers, and one product turns them.
+
+    A decoding step of a small model is short, and this is part of each.
+    """
+    angles_L_D = torch.arange(positions, device=frequencies_D.device)[:, None] * frequencies_D
+    turns_L_1_C = torch.polar(torch.ones(()), angles_L_D[:, None, frequencies_D.shape[0] // 2 :])
+
+    def rotation(positions_T: Tensor) -> Rotate:
+        turn_T_1_C = turns_L_1_C.index_select(0, positions_T)
+
+        def rotate(x_T_H_D: Tensor) -> Tensor:
+            pairs_T_H_C = torch.view_as_complex(x_T_H_D.float().view(*x_T_H_D.shape[:2], -1, 2))
+            return torch.view_as_real(pairs_T_H_C * turn_T_1_C).view(x_T_H_D.shape).to(x_T_H_D.dtype)
+
+        return rotate
 
     return rotation
-
-
-def rotate(x_T_H_D: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor) -> Tensor:
-    swapped_T_H_D = x_T_H_D.roll(x_T_H_D.shape[-1] // 2, dims=-1)
-    return (x_T_H_D * cos_T_1_D).addcmul_(swapped_T_H_D, sin_T_1_D)

@@ -8,6 +8,7 @@ chunks. Rows are compact, so the first part attends over a plain view of the cac
 gathered.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -60,14 +61,14 @@ class KvCache:
 
     def attend(self, positions_T: Column, rows: int, reach: int, chunks: list[Chunk]) -> Attend:
         """Attention of one step; it stores the keys and values of the step's tokens before it reads."""
-        row_T = self._row_index[:rows]
+        begin_T = self._row_begin[:rows]
         if chunks:
-            row_T = np.concatenate([row_T, *(np.full(c.end - c.start, c.row) for c in chunks)])
-        place_T = torch.from_numpy(row_T * self.shape[1] + positions_T)
-        mask_N_1_1_L = _mask(positions_T[:rows, None, None], reach)
+            begin_T = np.concatenate([begin_T, *(np.full(c.end - c.start, self._row_begin[c.row]) for c in chunks)])
+        place_T = torch.from_numpy(begin_T + positions_T)
+        mask_N_1_1_L = self._mask(positions_T[:rows], reach)[:, None, None]
         last_layer = len(self._flat) // 2 - 1
         live = self._by_head[:, :rows, :, :reach].unbind()
-        chunk_part = _ChunkPart(chunks) if chunks else None
+        chunk_part = _ChunkPart(chunks, self._mask) if chunks else None
 
         def attend(layer: int, q_T_H_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> Tensor:
             keys, values = 2 * layer, 2 * layer + 1
@@ -75,11 +76,10 @@ class KvCache:
             self._flat[values].index_copy_(0, place_T, v_T_K_D)
             # Heads that share a key are as good as queries that share it, and attention is faster with fewer heads.
             q_N_K_G_D = q_T_H_D[:rows].reshape(rows, k_T_K_D.shape[1], -1, q_T_H_D.shape[2])
-            out_N_K_G_D = _attention(q_N_K_G_D, live[keys], live[values], mask_N_1_1_L)
-            out_N_H_D = out_N_K_G_D.reshape(rows, *q_T_H_D.shape[1:])
+            out_N_X = _attention(q_N_K_G_D, live[keys], live[values], mask_N_1_1_L).flatten(1)
             if chunk_part is None or layer == last_layer:  # behind the last layer only a row's last token is wanted
-                return out_N_H_D
-            return torch.cat([out_N_H_D, chunk_part.attend(q_T_H_D[rows:], self._data[keys], self._data[values])])
+                return out_N_X
+            return torch.cat([out_N_X, chunk_part.attend(q_T_H_D[rows:], self._data[keys], self._data[values])])
 
         return attend
 
@@ -89,7 +89,14 @@ class KvCache:
         self._bytes = data.view(torch.uint8).numpy()  # numpy starts to copy in a tenth of the time that torch takes
         self._flat = data.flatten(1, 2).unbind()
         self._by_head = data.transpose(2, 3)
-        self._row_index = np.arange(data.shape[1])
+        rows, length = self.shape
+        self._row_begin = np.arange(rows) * length
+        shown_then_hidden = np.repeat(np.array([0, -np.inf], np.float32), length)
+        self._masks = np.lib.stride_tricks.sliding_window_view(shown_then_hidden, length)[-2::-1]
+
+    def _mask(self, positions: Column, reach: int) -> Tensor:
+        """Added to scores: -inf for keys behind the query's own position; the keys are a new last axis."""
+        return torch.from_numpy(self._masks[positions, :reach])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -99,7 +106,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 class _ChunkPart:
     """Attention of prefill chunks: one padded row of queries per chunk."""
 
-    def __init__(self, chunks: list[Chunk]) -> None:
+    def __init__(self, chunks: list[Chunk], mask: Callable[[Column, int], Tensor]) -> None:
         count, width = len(chunks), max(c.end - c.start for c in chunks)
         positions_P_M = np.zeros((count, width), np.int64)  # padding looks at position 0 and is thrown away
         for index, chunk in enumerate(chunks):
@@ -109,7 +116,7 @@ class _ChunkPart:
         self._shape = count, width
         self._reach = max(c.end for c in chunks)
         self._rows = torch.tensor([c.row for c in chunks])
-        self._mask_P_1_M_L = _mask(positions_P_M[:, None], self._reach)
+        self._mask_P_1_M_L = mask(positions_P_M, self._reach)[:, None]
 
     def attend(self, q_T_H_D: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, width = self._shape
@@ -120,12 +127,7 @@ class _ChunkPart:
             values[:, : self._reach].index_select(0, self._rows).transpose(1, 2),
             self._mask_P_1_M_L,
         )
-        return out_P_H_M_D.transpose(1, 2).reshape(count * width, *q_T_H_D.shape[1:]).index_select(0, self._place)
-
-
-def _mask(positions: Column, reach: int) -> Tensor:
-    """Added to scores: -inf for keys behind the query's own position; the keys are a new last axis."""
-    return torch.from_numpy(np.where(np.arange(reach) <= positions[..., None], np.float32(0), np.float32(-np.inf)))
+        return out_P_H_M_D.transpose(1, 2).reshape(count * width, -1).index_select(0, self._place)
 
 
 def _doubled(held: int, needed: int) -> int:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.models.decoder import Decoder, LayerTensors, Tensors
+from asyncrl.models.norm import NormScale
+from asyncrl.models.rope import interleaved, tabled_rotation
 
 
 def store_by_columns(model: nn.Module) -> None:
@@ -23,17 +25,29 @@ def store_by_columns(model: nn.Module) -> None:
 def decoding_tensors(model: Decoder, max_length: int) -> tuple[Tensors, Tensor]:
     """What decoding computes with, and the output matrix; to be called once after each load of weights.
 
-    In fp32 the scales of the normalisations are multiplied into the matrices behind them, in place. In a narrower
-    dtype that would round the weights once more than the trainer does.
+    The weights of the model are changed in place: columns of queries and keys are interleaved for `tabled_rotation`,
+    and in fp32 the scales of the normalisations are multiplied into the matrices behind them. In a narrower dtype
+    that would round the weights once more than the trainer does.
     """
-    tensors = model.tensors(max_length)
+    norm = NormScale.of(model.norm, model.config.norm_eps)
+    layers = [_interleave(layer.tensors()) for layer in model.blocks()]
     head_E_V = model.output_matrix.t().contiguous()
-    if model.norm.dtype != torch.float32:
-        return tensors, head_E_V
-    assert tensors.norm.scale is not None
-    head_E_V.mul_(tensors.norm.scale[:, None])
-    layers = [_fold(layer.tensors()).forward for layer in model.blocks()]
-    return tensors._replace(layers=layers, norm=tensors.norm.unscaled()), head_E_V
+    if norm.scale is not None and model.norm.dtype == torch.float32:
+        head_E_V.mul_(norm.scale[:, None])
+        layers, norm = [_fold(layer) for layer in layers], norm.unscaled()
+    rotation = tabled_rotation(model.frequencies_D, max_length)
+    return Tensors(model.embed_tokens.weight, rotation, [layer.forward for layer in layers], norm), head_E_V
+
+
+def _interleave(layer: LayerTensors) -> LayerTensors:
+    heads, order_D = layer.heads + layer.kv_heads, interleaved(layer.head_dim)
+    order_X = (torch.arange(heads)[:, None] * layer.head_dim + order_D).flatten()
+    for columns in (layer.qkv, layer.qkv_bias):
+        if columns is not None:
+            columns[..., : len(order_X)] = columns[..., order_X]
+    if layer.qk_norm is None or layer.qk_norm.scale is None:
+        return layer
+    return layer._replace(qk_norm=layer.qk_norm._replace(scale=layer.qk_norm.scale[..., order_D]))
 
 
 def _fold(layer: LayerTensors) -> LayerTensors:

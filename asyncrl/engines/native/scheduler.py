@@ -43,16 +43,14 @@ class Scheduler:
             self._slots.append(job)
             self._enter(job)
         slots = self._slots
-        self._cache.reserve(slots.count, 1)  # before `_chunks`, which may copy a shared prompt into a new row
-        rows = slots.index[: slots.count]
         chunks = self._chunks() if self._lagging else []
-        end_N = slots.computed[: slots.count] + 1
+        positions_T = slots.computed[: slots.count].copy()
         for chunk in chunks:
-            end_N[chunk.row] = chunk.end + 1
-        positions_T = end_N - 1
+            positions_T[chunk.row] = chunk.end
+        end_N = positions_T + 1
         reach = int(end_N.max())
         self._cache.reserve(slots.count, reach)
-        tokens_T = slots.tokens[rows, positions_T]
+        tokens_T = slots.tokens[slots.index[: slots.count], positions_T]
         if chunks:
             positions_T = np.concatenate([positions_T, *(np.arange(c.start, c.end) for c in chunks)])
             tokens_T = np.concatenate([tokens_T, *(slots.tokens[c.row, c.start : c.end] for c in chunks)])
@@ -94,6 +92,7 @@ class Scheduler:
     def _chunks(self) -> list[Chunk]:
         """Extra tokens of rows that lag, first come first served, within the budget."""
         slots, chunks, width = self._slots, list[Chunk](), 0
+        self._cache.reserve(slots.count, 1)  # `_follows` may copy a shared prompt into a new row
         self._lagging = [job for job in self._lagging if job.row >= 0 and self._lag(job) > 1]
         for job in self._lagging:
             if self._follows(job):
