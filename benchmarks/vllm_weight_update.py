@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import statistics
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
 
@@ -46,28 +47,35 @@ def make_checkpoint(shape: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 class Arrivals:
-    """Notes when the number of generated tokens last grew."""
+    """When the number of generated tokens grew, and so when it did not."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._seen, self._at = 0, perf_counter()
-        self.longest = 0.0
+        self._waits: list[tuple[float, float]] = []
         self._task = asyncio.create_task(self._watch())
-
-    def reset(self) -> None:
-        self.longest = 0.0
 
     def stop(self) -> None:
         self._task.cancel()
 
+    def longest(self, updates: list[tuple[float, float]]) -> tuple[list[float], float]:
+        """The longest wait that overlaps each update, and the longest that overlaps none."""
+        during = [[wait for wait in self._waits if wait[1] > began and wait[0] < ended] for began, ended in updates]
+        others = set(self._waits).difference(*during)
+        return [_longest(waits) for waits in during], _longest(others)
+
     async def _watch(self) -> None:
+        seen, at = self._engine.stats().generated_tokens, perf_counter()
         while True:
             generated = self._engine.stats().generated_tokens
-            if generated != self._seen:
+            if generated != seen:
                 now = perf_counter()
-                self.longest = max(self.longest, now - self._at)
-                self._seen, self._at = generated, now
+                self._waits.append((at, now))
+                seen, at = generated, now
             await asyncio.sleep(0)
+
+
+def _longest(waits: Iterable[tuple[float, float]]) -> float:
+    return max((end - begin for begin, end in waits), default=0.0)
 
 
 async def answer(engine: Engine, number: int) -> int:
@@ -84,22 +92,20 @@ async def measure(engine: Engine, writer: Writer, arguments: argparse.Namespace)
     before, began = engine.stats().generated_tokens, perf_counter()
     await asyncio.sleep(2)
     rate = (engine.stats().generated_tokens - before) / (perf_counter() - began)
-    quiet = arrivals.longest
-    pauses: list[float] = []
-    loads: list[float] = []
+    updates: list[tuple[float, float]] = []
     publishes: list[float] = []
     for version in range(1, arguments.updates + 1):
         began = perf_counter()
         manifest = writer.publish(version)
         publishes.append(perf_counter() - began)
         await asyncio.sleep(0.3)
-        arrivals.reset()
         began = perf_counter()
         await engine.load_weights(manifest, arguments.on_update)
-        loads.append(perf_counter() - began)
+        updates.append((began, perf_counter()))
         await asyncio.sleep(0.3)
-        pauses.append(arrivals.longest)
     arrivals.stop()
+    pauses, quiet = arrivals.longest(updates)
+    loads = [ended - began for began, ended in updates]
     print(f"{arguments.shape}, {arguments.requests} requests, {arguments.on_update}")
     print(f"between updates: {rate:,.0f} tokens/s")
     print(f"longest wait for a token without an update: {quiet * 1e3:.1f} ms")

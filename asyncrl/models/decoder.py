@@ -76,7 +76,9 @@ def _project(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_projection(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """x plus the projection of y, in one operation where there is no bias."""
+    """x plus the projection of y: one operation where there is no bias, and in fp32 where only x is."""
+    if y.dtype != x.dtype:  # under autocast, which would round x in that one operation
+        return x + _project(y, matrix, bias)
     out = torch.addmm(x, y, matrix)
     return out if bias is None else out + bias
 

@@ -18,6 +18,7 @@ from asyncrl.algorithms.base import Tokens
 from asyncrl.algorithms.settings import Algorithm, Correction
 from asyncrl.config import Trainer
 from asyncrl.models.checkpoint import load_model
+from asyncrl.models.head import bf16_logits
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import row_attention
 from asyncrl.training.diagnostics import ratio_sums, step_figures
@@ -84,9 +85,11 @@ class Learner:
         """Log-probability of each sampled token, at the temperature it was sampled with."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._settings.dtype == "bf16"):
             hidden_T = self.model(batch.tokens_T, batch.positions_T, row_attention(batch.rows, self.device))
-            # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
-            logits_L = self.model.logits(functional.embedding(batch.predict_L, hidden_T))
-        logits_L = logits_L.float() / self._temperature
+        # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
+        hidden_L = functional.embedding(batch.predict_L, hidden_T)
+        narrow = self._settings.dtype == "bf16"
+        logits_L = bf16_logits(hidden_L, self.model.output_matrix) if narrow else self.model.logits(hidden_L)
+        logits_L = logits_L / self._temperature
         return torch.log_softmax(logits_L, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
 
     def _add(self, sums: dict[str, float]) -> None:

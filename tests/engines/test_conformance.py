@@ -32,8 +32,9 @@ from tests.tiny_model import tiny_checkpoint
 
 Publish = Callable[[int], WeightManifest]
 pytestmark = pytest.mark.timeout(300)
-EXACT = 1e-2 if torch.cuda.is_available() else 1e-3
-"""Largest difference of fp32 log-probabilities; kernels on GPUs multiply with ten bits of mantissa."""
+EXACT = 1e-3
+PROCESS_END_SECONDS = 20
+"""Largest difference of fp32 log-probabilities."""
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +271,9 @@ def test_close_ends_every_iterator_and_leaves_nothing_behind(drive: Driver, path
         answers = await asyncio.gather(*tasks)
         assert [answer.finish for answer in answers] == ["abort"] * 5
         assert sum(len(answer.tokens) for answer in answers) >= 6
-        await asyncio.sleep(0.1)
-        assert (asyncio.all_tasks(), child_processes()) == before
+        async with asyncio.timeout(PROCESS_END_SECONDS):
+            while (asyncio.all_tasks(), child_processes()) != before:  # noqa: ASYNC110  (processes end without an event)
+                await asyncio.sleep(0.1)
         with pytest.raises(EngineError, match="is closed"):
             engine.submit(ask("late"))
         with publishing(path) as publish, pytest.raises(EngineError, match="is closed"):

@@ -13,6 +13,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
+from asyncrl.models.head import bf16_logits
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import packed_attention
 from tests.tiny_model import FAMILIES, LLAMA3_ROPE, tiny_checkpoint, tiny_config
@@ -206,3 +207,17 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
     file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickled weights"):
         load_model(tmp_path)
+
+
+def test_bf16_logits_are_not_rounded_and_have_the_gradients_of_the_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, output = (torch.randn(shape, generator=generator).bfloat16().float() for shape in ((5, 64), (7, 64)))
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, output)]
+    logits = bf16_logits(*leaves)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden @ output.t(), rtol=0, atol=1e-5)
+    weights = torch.randn(5, 7, generator=generator).bfloat16().float()
+    (logits * weights).sum().backward()
+    for leaf, expected in zip(leaves, (weights @ output, weights.t() @ hidden), strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, expected, rtol=2**-7, atol=1e-6)

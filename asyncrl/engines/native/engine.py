@@ -18,6 +18,7 @@ from asyncrl.engines.native.slots import SlotTable
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
+from asyncrl.models.head import fp32_product
 from asyncrl.models.names import hf_tensors
 from asyncrl.types import EngineStats, Request, Segment, WeightAck, WeightManifest
 from asyncrl.weights.shared_memory import digest_tensors, read_tensors
@@ -98,7 +99,7 @@ class NativeEngine(CooperativeEngine):
         rows = slots.count
         attend = self._cache.attend(step.positions_T, rows, step.reach, step.chunks)
         hidden_N_E = self._tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
-        logits_N_V = torch.mm(hidden_N_E, self._head_E_V).float()
+        logits_N_V = fp32_product(hidden_N_E, self._head_E_V)
         uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
         return step, *sample(logits_N_V, slots.settings(), uniform_N_1)
 

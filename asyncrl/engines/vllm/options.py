@@ -39,6 +39,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         skip_tokenizer_init=True,  # tokens in, tokens out
         generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
         dtype=PRECISIONS[precision],
+        hf_overrides={"head_dtype": "float32"},  # as the trainer has it (asyncrl/models/head.py)
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_batch,
         max_num_batched_tokens=max(settings.prefill_chunk, settings.max_batch),
