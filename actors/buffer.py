@@ -47,6 +47,7 @@ class BufferActor:
             total_steps=run.steps,
             restore_step=restore_step,
             sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
+            drop_uninformative=run.algorithm.dynamic_sampling,
         )
         self._groups_per_step = run.flow.groups_per_step
         self._clock = clock
@@ -112,6 +113,10 @@ class BufferActor:
     async def advance(self, version: int) -> None:
         await self._change(lambda: self._store.advance(version))
 
+    async def limit(self, staleness: int) -> None:
+        """Admit under this bound from now on; `max_staleness` stays the upper limit."""
+        await self._change(lambda: self._store.limit(staleness))
+
     async def checkpointed(self, step: int) -> None:
         self._store.checkpointed(step)
 
@@ -148,7 +153,7 @@ class BufferActor:
         return result
 
     async def _until(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
-        """The first answer of `ready`, asked again after every change and at every group deadline."""
+        """The first answer of `ready`, asked after every change and deadline; what has expired is dropped before."""
         end = time.monotonic() + timeout_s
         async with self._changed:
             while True:

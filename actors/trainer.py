@@ -15,6 +15,7 @@ from asyncrl.engines.settings import VllmEngine
 from asyncrl.training import checkpoint
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
+from asyncrl.training.sentinel import Watch
 from asyncrl.types import Delivery, Group, Trajectory, WeightManifest
 from asyncrl.weights.transport import make_writer
 
@@ -42,9 +43,8 @@ class TrainerActor:
         self._model_path = model_path
         self._checkpoints = checkpoints
         self._buffer = buffer
-        self._learner = Learner(
-            model_path, run.trainer, run.algorithm, run.correction, temperature=run.rollout.temperature
-        )
+        self._learner = Learner(model_path, run)
+        self._watch = Watch(run.sentinel)
         same_card = self._learner.device.type == "cuda" and isinstance(run.engine, VllmEngine)
         self._writer = make_writer(self._served_tensors, on_gpu=same_card, prefix=run.name)
         self._consumed: list[int] = []
@@ -84,6 +84,7 @@ class TrainerActor:
 
     async def step(self) -> StepReport:
         report = self._learner.step()
+        self._watch.check(report)
         self._samples_trained += report.samples
         return report
 

@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.algorithms.settings import AboveZero, Algorithm, Correction, Grpo, NonNegative, TokenTis
+from asyncrl.algorithms.settings import (
+    AboveZero,
+    Algorithm,
+    Correction,
+    Grpo,
+    Importance,
+    NonNegative,
+    Ppo,
+    ReinforcePp,
+)
 from asyncrl.engines.settings import (
     DrafterSettings,
     EngineSettings,
@@ -21,6 +30,7 @@ from asyncrl.engines.settings import (
     VllmEngine,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.flow.settings import FixedStaleness, StalenessControl
 from asyncrl.refusals import explain, unknown_keys
 
 Probability = Annotated[float, Meta(gt=0, le=1)]
@@ -150,6 +160,15 @@ class Trainer(Settings, frozen=True):
     threads: Positive = 1
 
 
+class Sentinel(Settings, frozen=True):
+    """When a run stops by itself, because it cannot learn any more."""
+
+    max_kl: NonNegative = 0.5
+    """Largest |mismatch_kl| of a step; 0 turns it off."""
+    max_skipped: Positive = 3
+    """Steps in a row whose loss or gradient is not finite."""
+
+
 class Buffer(Settings, frozen=True):
     """The trajectory buffer."""
 
@@ -188,11 +207,13 @@ class Run(Settings, frozen=True):
     steps: Positive = 100
     max_staleness: Natural = 2
     """Oldest policy version, counted back from the trainer's, that may be trained on; 0 is synchronous."""
+    staleness: StalenessControl = FixedStaleness()
+    """Use all of `max_staleness`, or move below it to hold the off-policy figures in a band."""
     cluster: str = "local"
     """`local` starts Ray here, `auto` or an address attaches, `inprocess` runs without Ray."""
     engine: EngineSettings = NativeEngine()
     algorithm: Algorithm = Grpo()
-    correction: Correction = TokenTis()
+    correction: Correction = Importance()
     drafter: DrafterSettings = NoDrafter()
     model: ModelSource = WarmStart()
     task: TaskSettings = ChainsTask()
@@ -200,6 +221,7 @@ class Run(Settings, frozen=True):
     rollout: Rollout = Rollout()
     flow: Flow = Flow()
     trainer: Trainer = Trainer()
+    sentinel: Sentinel = Sentinel()
     buffer: Buffer = Buffer()
     checkpoint: Checkpoints = Checkpoints()
     evaluation: Evaluation = Evaluation()
@@ -232,6 +254,16 @@ def check(run: Run) -> None:
         raise ConfigError(
             f"flow.groups_per_take={run.flow.groups_per_take} is more than flow.groups_per_step="
             f"{run.flow.groups_per_step}: a step could never begin; lower flow.groups_per_take"
+        )
+    if run.algorithm.dynamic_sampling and run.rollout.group_size == 1:
+        raise ConfigError(
+            "algorithm.dynamic_sampling=true drops groups of equal rewards, and with rollout.group_size=1 that is "
+            "every group: raise rollout.group_size, or set algorithm.dynamic_sampling=false"
+        )
+    if run.algorithm.kl.placement == "reward" and not isinstance(run.algorithm, Ppo | ReinforcePp):
+        raise ConfigError(
+            f"algorithm.kl.placement=reward is not for algorithm={run.algorithm.__struct_config__.tag}; use "
+            "algorithm.kl.placement=loss, or algorithm=ppo or reinforce_pp"
         )
     if run.rollout.precision.startswith("fp8"):
         raise ConfigError(

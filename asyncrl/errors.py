@@ -39,3 +39,7 @@ class ActorError(AsyncRLError, RuntimeError):
 
 class StallError(AsyncRLError, TimeoutError):
     """A wait passed its deadline; the message says what it waited for."""
+
+
+class DivergenceError(AsyncRLError, ArithmeticError):
+    """Learning has gone wrong past its bounds; the message holds the diagnosis."""

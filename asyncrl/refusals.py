@@ -30,7 +30,12 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
     info: Any = _tree(_structs(inspect.type_info(struct)), raw)
     value: Any = raw
     for key in where.split(".") if where else ():
-        info, value = info[key], value[key]
+        name, *indices = key.replace("]", "").split("[")  # `reject[0]` is an item of a list
+        info, value = info[name], value[name]
+        for index in filter(str.isdecimal, indices):
+            value = value[int(index)]
+            below = _structs(info.item_type)
+            info = _tree(below, value) if below else info.item_type
     if what.startswith("Object missing required field"):
         key = ".".join(filter(None, (where, what.split("`")[1])))
         return f"{key} is required: give it as {key}=VALUE"

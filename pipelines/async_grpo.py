@@ -8,6 +8,8 @@
 Back-pressure: `generate` waits in buffer.admit, which gives a place only where the group can still be trained on
 within `max_staleness` versions; `train` waits in buffer.take for the next complete groups. `max_staleness=0` is the
 synchronous loop: a place is given only after the weights that the group will be trained against were published.
+With `staleness=ess` or `kl` a controller narrows both after each step: the bound that places are given under, and
+which steps are published.
 A resumed run first replays the recorded deliveries, then generation begins.
 """
 
@@ -17,8 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from actors.fleet import Fleet
+from actors.publisher import Published
 from actors.trainer import Accumulated
 from asyncrl.config import Run
+from asyncrl.flow.controller import Decision, StalenessController
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
 from asyncrl.types import Ticket
@@ -35,6 +39,10 @@ class AsyncGrpo:
         self._task = task
         self._recorder = recorder
         self._first_step = first_step
+        self._controller = StalenessController(run.staleness, run.max_staleness)
+        for row in recorder.rows:  # a resumed run goes on where the controller was
+            self._controller.observe(row)
+        self._served = first_step
         self._may_generate = asyncio.Event()
         self._load = Counter[int]()
         self._publishing: asyncio.Task[None] | None = None
@@ -87,8 +95,7 @@ class AsyncGrpo:
         done: list[Accumulated] = []
         waited, taken = 0.0, 0
         while taken < flow.groups_per_step:
-            if not self._may_generate.is_set() and not await fleet.buffer.replaying():
-                self._may_generate.set()
+            await self._end_replay()
             begun = time.time()
             delivery = await fleet.buffer.take(
                 min_groups=flow.groups_per_take,
@@ -103,18 +110,44 @@ class AsyncGrpo:
         await self._published()
         report = await fleet.trainer.step()
         await fleet.buffer.commit(step)
-        self._publishing = tasks.create_task(self._publish(step, report, done, waited))
+        pace = self._controller.observe(report.figures)
+        await fleet.buffer.limit(pace.effective_staleness)
+        self._publishing = tasks.create_task(self._after_update(step, report, pace, done, waited))
 
-    async def _publish(self, step: int, report: StepReport, done: list[Accumulated], waited: float) -> None:
-        """Bring the new version to every engine while the trainer goes on with the next step's early groups."""
+    async def _end_replay(self) -> None:
+        """Let generation begin once the recorded deliveries are repeated and their last version is served."""
+        if not self._may_generate.is_set():
+            await self._published()
+            if not await self._fleet.buffer.replaying():
+                self._may_generate.set()
+
+    async def _after_update(
+        self, step: int, report: StepReport, pace: Decision, done: list[Accumulated], waited: float
+    ) -> None:
+        """Publish, if it is time, while the trainer goes on with the next step's early groups; take the step down."""
+        published = await self._publish() if self._is_due(report.version, pace) else None
+        await self._recorder.step(step, report, pace, published, done, waited, self._fleet)
+
+    def _is_due(self, version: int, pace: Decision) -> bool:
+        """Evaluations judge the newest weights, and a replay, which nobody generates in, ends with them served."""
+        return (
+            version - self._served >= pace.publish_every
+            or version == self._run.steps
+            or self._evaluates_after(version)
+            or not self._may_generate.is_set()
+        )
+
+    async def _publish(self) -> Published:
+        """Bring the trainer's version to every engine; places for new groups return with it."""
         begun = time.time()
         published = await self._fleet.publisher.publish()
         await self._fleet.buffer.advance(published.version)
+        self._served = published.version
         self._recorder.span("publish", begun, version=published.version)
-        await self._recorder.step(step, report, published, done, waited, self._fleet)
+        return published
 
     async def _published(self) -> None:
-        """Wait until the last version is served: engines get every version, one after the other."""
+        """Wait until the last publication is over: engines get every one, one after the other."""
         if self._publishing is not None:
             await self._publishing
 
@@ -126,10 +159,13 @@ class AsyncGrpo:
             begun = time.time()
             await self._fleet.trainer.save()
             self._recorder.span("checkpoint", begun, step=steps_done)
-        every = self._run.evaluation.every
-        if every and steps_done % every == 0 and steps_done < self._run.steps:
+        if self._evaluates_after(steps_done) and steps_done < self._run.steps:
             await self._published()
             await self._evaluate(steps_done)
+
+    def _evaluates_after(self, steps_done: int) -> bool:
+        every = self._run.evaluation.every
+        return bool(every) and steps_done % every == 0
 
     async def _evaluate(self, steps_done: int) -> None:
         begun = time.time()

@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "plan":
                 return _plan(options.overrides, config_only=options.config)
             case "replay":
-                return _replay(options.run, options.overrides, options.out)
+                return _replay(options.run, options.overrides, options.out, held_out=options.evaluate)
+            case "compare":
+                return _compare(options.runs, options.metric, options.out)
             case _:
                 return _resume(options.run)
     except AsyncRLError as error:
@@ -76,15 +78,26 @@ def _resume(directory: Path) -> int:
     return resume(directory)
 
 
-def _replay(directory: Path, overrides: Sequence[str], out: Path | None) -> int:
+def _replay(directory: Path, overrides: Sequence[str], out: Path | None, *, held_out: bool) -> int:
     from pipelines.replay import replay
 
-    done = replay(directory, overrides, out=out)
+    done = replay(directory, overrides, out=out, held_out=held_out)
+    if done.scores:
+        print(f"held-out: sampled {done.scores.sampled:.3f}  greedy {done.scores.greedy:.3f}")
     if done.identical:
         print(f"identical: {done.steps} steps again, weights {done.digest}")
         return 0
     print(f"different: {done.steps} steps again, weights {done.digest}, recorded {done.recorded}")
     return 0 if overrides else 1
+
+
+def _compare(runs: Sequence[Path], metrics: Sequence[str], out: Path | None) -> int:
+    from rich.console import Console
+
+    from pipelines.compare import compare
+
+    compare(runs, Console(highlight=False, markup=False), metrics=metrics, out=out)
+    return 0
 
 
 def _refuse(error: Exception) -> int:
@@ -111,5 +124,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="another algorithm=, correction=, trainer.*="
     )
-    command.add_argument("--out", type=Path, help="save the replayed model there")
+    command.add_argument("--out", type=Path, metavar="DIR", help="a new directory for model, metrics and summary")
+    command.add_argument("--evaluate", action="store_true", help="answer the run's held-out prompts with the result")
+    command = commands.add_parser("compare", help="runs and replays side by side: figures, settings, curves")
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, or of replay --out")
+    command.add_argument(
+        "--metric", nargs="+", action="extend", default=[], metavar="NAME", help="columns of metrics.parquet, held_out"
+    )
+    command.add_argument(
+        "--out", type=Path, nargs="?", const=Path("compare.html"), metavar="FILE", help="write curves (compare.html)"
+    )
     return parser

@@ -55,10 +55,17 @@ def changed(run: Run, overrides: Sequence[str], *, allowed: Sequence[str]) -> Ru
         if part not in allowed:
             raise ConfigError(f"{text} cannot be changed here; {', '.join(allowed)} can, and their fields")
         if field:
-            raw[part][field] = override.value()
+            _set(raw[part], field.split("."), override.value())
         else:
-            raw[part] = msgspec.to_builtins(getattr(compose([text]), part))
+            fields = [other for other in overrides if other.startswith(f"{part}.")]  # some choices need theirs
+            raw[part] = msgspec.to_builtins(getattr(compose([text, *fields]), part))
     return load(raw)
+
+
+def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
 
 
 def to_yaml(run: Run) -> str:

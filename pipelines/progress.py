@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.table import Table
 
 from asyncrl.config import Run
+from asyncrl.flow.settings import FixedStaleness
 
 if TYPE_CHECKING:
     from pipelines.evaluate import Scores
@@ -71,12 +72,19 @@ class Progress:
             "tokens/s": f"{(row['generated_tokens'] - before['generated_tokens']) / seconds:,.0f}",
             "samples/s": f"{row['samples'] / seconds:.0f}",
             "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
+            **self._pace(row),
             "ess": f"{row['ess']:.3f}",
             "buffered": f"{row['buffered']}",
             "in flight": f"{row['in_flight']}",
             "waits": _who_waits(row, seconds),
         }
         return figures
+
+    def _pace(self, row: dict[str, Any]) -> dict[str, str]:
+        """What the staleness controller has chosen, where there is one."""
+        if isinstance(self._run.staleness, FixedStaleness):
+            return {}
+        return {"bound": f"{row['effective_staleness']}", "publish every": f"{row['publish_every']}"}
 
 
 def _who_waits(row: dict[str, Any], seconds: float) -> str:

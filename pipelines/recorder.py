@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -12,6 +13,7 @@ from actors.fleet import Fleet
 from actors.publisher import Published
 from actors.trainer import Accumulated
 from asyncrl.config import Run
+from asyncrl.flow.controller import Decision
 from asyncrl.rundir import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
 from pipelines.evaluate import Scores
@@ -35,6 +37,7 @@ class Recorder:
             event["step"]: event["scores"] for event in read_events(directory.events) if event["kind"] == "evaluation"
         }
         self._written = 0.0
+        self._alarms: set[str] = set()
         self._loop_started = 0.0
         self._earlier_seconds = self.rows[-1]["loop_seconds"] if self.rows else 0.0
         self._generated_before = self.rows[-1]["generated_tokens"] if self.rows else 0
@@ -62,12 +65,13 @@ class Recorder:
         self,
         step: int,
         report: StepReport,
-        published: Published,
+        pace: Decision,
+        published: Published | None,
         done: Sequence[Accumulated],
         waited: float,
         fleet: Fleet,
     ) -> None:
-        """Take down one step; the buffer and the engines are asked for their state once."""
+        """Take down one step, published or not; the buffer and the engines are asked for their state once."""
         stats = [await rollout.stats() for rollout in fleet.rollouts]
         ledger = await fleet.buffer.ledger()
         rewards = [reward for part in done for reward in part.rewards]
@@ -85,14 +89,17 @@ class Recorder:
             "grad_norm": report.grad_norm,
             "skipped": report.skipped,
             **report.figures,
+            "shares": msgspec.to_builtins(report.shares),
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             "length_mean": sum(lengths) / len(lengths),
             "length_max": max(lengths),
             "wait_seconds": waited,
             "train_seconds": sum(part.seconds for part in done),
-            "sync_seconds": published.seconds,
-            "reprefilled_tokens": published.reprefilled_tokens,
+            "effective_staleness": pace.effective_staleness,
+            "publish_every": pace.publish_every,
+            "sync_seconds": published.seconds if published else 0.0,
+            "reprefilled_tokens": published.reprefilled_tokens if published else 0,
             "generated_tokens": self._generated_before + sum(s.generated_tokens for s in stats),
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
@@ -106,8 +113,20 @@ class Recorder:
         }
         self.rows.append(row)
         self._progress.step(row)
+        self._warn(report)
         if time.time() - self._written > METRICS_SECONDS:
             self.write_metrics()
+
+    def _warn(self, report: StepReport) -> None:
+        """Say an alarm when it begins, not in every step that it lasts."""
+        if report.skipped:
+            self.event("step_skipped", version=report.version, fault=report.fault)
+            self._progress.say(f"step {report.version} was skipped, the weights stay: {report.fault}")
+        alarms = {text.partition("=")[0]: text for text in report.alarms}
+        for name in alarms.keys() - self._alarms:
+            self.event("alarm", version=report.version, figure=name, text=alarms[name])
+            self._progress.say(f"alarm at step {report.version}: {alarms[name]}")
+        self._alarms = set(alarms)
 
     def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
         self.evaluations[steps_done] = {name: getattr(scores, name) for name in scores.__struct_fields__}
@@ -118,7 +137,8 @@ class Recorder:
     def write_metrics(self) -> None:
         if self.rows:
             sink = io.BytesIO()
-            pq.write_table(pa.Table.from_pylist(self.rows), sink)
+            columns = dict.fromkeys(name for row in self.rows for name in row)  # some figures are not in every step
+            pq.write_table(pa.table({name: [row.get(name) for row in self.rows] for name in columns}), sink)
             replace(self._directory.metrics, sink.getvalue())
         self._written = time.time()
 

@@ -1,26 +1,42 @@
 """Train again from what a run recorded, without engines: the same settings must give the same weights.
 
 recorded deliveries, in order -> Learner.accumulate -> Learner.step -> digest against the run's checkpoint
+                                                                    -> a directory that `compare` reads like a run
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import io
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
+from actors.buffer import BufferActor
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
 from asyncrl.buffer.reader import read_deliveries, read_run
 from asyncrl.config import Checkpoint, Run
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import WEIGHTS, save_model
-from asyncrl.rundir import RunDirectory
+from asyncrl.rewards.pool import check_function
+from asyncrl.rundir import RunDirectory, replace
+from asyncrl.tasks.base import make_task
 from asyncrl.training import checkpoint
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
 from asyncrl.types import Group, Trajectory
 from asyncrl.weights.manifest import digest_tensors
-from pipelines.compose import changed, from_yaml
+from pipelines.compose import changed, from_yaml, to_yaml
+from pipelines.evaluate import Scores, evaluate
+
+Row = dict[str, Any]
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,49 +46,116 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     recorded: str
     """Digest of the run's own weights after as many steps."""
+    scores: Scores | None = None
+    """Of the replayed weights on the run's held-out prompts, where they were asked for."""
 
     @property
     def identical(self) -> bool:
         return self.digest == self.recorded
 
 
-def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None) -> Replayed:
-    """Take the recorded steps up to the newest checkpoint, perhaps with another algorithm, correction or trainer."""
-    directory = RunDirectory.open(path)
-    recorded = from_yaml(directory.config)
-    run = changed(recorded, overrides, allowed=("algorithm", "correction", "trainer"))
-    saved = checkpoint.numbered(directory.checkpoints)
+def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, held_out: bool = False) -> Replayed:
+    """Take the recorded steps up to the newest checkpoint, perhaps with another algorithm, correction or trainer.
+
+    With `out`, that directory is filled like a run's: config.yaml, metrics.parquet, summary.json and model/.
+    """
+    source = RunDirectory.open(path)
+    run = changed(from_yaml(source.config), overrides, allowed=("algorithm", "correction", "trainer"))
+    saved = checkpoint.numbered(source.checkpoints)
     if not saved:
         raise CheckpointError(f"{path} has no checkpoint yet: there is nothing that a replay could be compared with")
-    steps, newest = saved[-1]
-    learner = _learner(run, directory)
-    for number, report in enumerate(_steps(learner, directory.trajectories, steps, run.rollout.group_size), start=1):
-        print(_line(number, steps, report), flush=True)
-    if out is not None:
-        save_model(learner.model, out)
-    return Replayed(
-        steps=steps,
-        digest=digest_tensors(sorted(learner.tensors())),
-        recorded=digest_tensors(sorted(load_file(newest / WEIGHTS).items())),
-    )
+    if held_out:
+        _check_held_out(run)
+    start = _start(run, source)
+    with TemporaryDirectory() as scratch:
+        target = _directory(out) if out else RunDirectory(Path(scratch))
+        done, rows = _train(run, source, start, target.model, saved[-1])
+        _record(target, run, rows)
+        _sum_up(target, source, done, rows)  # before the evaluation, whose failure must not cost the training
+        if held_out:
+            scores = asyncio.run(_score(run, target.model, Path(scratch) / "buffer"))
+            done = msgspec.structs.replace(done, scores=scores)
+            _sum_up(target, source, done, rows)
+    return done
 
 
-def _learner(run: Run, directory: RunDirectory) -> Learner:
-    model = Path(run.model.path).expanduser() if isinstance(run.model, Checkpoint) else directory.model
+def _check_held_out(run: Run) -> None:
+    if not run.evaluation.prompts:
+        raise ConfigError("evaluation.prompts=0: the run has no held-out prompts to evaluate; leave --evaluate out")
+    check_function(run.reward)
+
+
+def _start(run: Run, source: RunDirectory) -> Path:
+    """The weights that the run began with."""
+    model = Path(run.model.path).expanduser() if isinstance(run.model, Checkpoint) else source.model
     if not model.is_dir():
         raise ConfigError(f"the run started from {model}, which is not there any more; a replay starts from it too")
+    return model
+
+
+def _directory(out: Path) -> RunDirectory:
+    """An empty directory, new or found."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists already and is not empty: name a new directory, or remove it first")
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return RunDirectory(out)
+
+
+def _train(
+    run: Run, source: RunDirectory, start: Path, model: Path, newest: tuple[int, Path]
+) -> tuple[Replayed, list[Row]]:
+    """Take the steps and save the weights under `model`, with the tokenizer of the start."""
+    steps, recorded = newest
     torch.set_num_threads(run.trainer.threads)  # sums are taken in another order with other threads
-    return Learner(model, run.trainer, run.algorithm, run.correction, temperature=run.rollout.temperature)
+    learner = Learner(start, run)
+    rows: list[Row] = []
+    for row in _steps(learner, source.trajectories, steps, run.rollout.group_size):
+        rows.append(row)
+        print(_line(steps, row), flush=True)
+    save_model(learner.model, model)
+    for name in checkpoint.KEPT_BESIDE_WEIGHTS:
+        if (start / name).is_file():
+            shutil.copyfile(start / name, model / name)
+    done = Replayed(
+        steps=steps,
+        digest=digest_tensors(sorted(learner.tensors())),
+        recorded=digest_tensors(sorted(load_file(recorded / WEIGHTS).items())),
+    )
+    return done, rows
 
 
-def _steps(learner: Learner, trajectories: Path, steps: int, group_size: int) -> Iterator[StepReport]:
+def _steps(learner: Learner, trajectories: Path, steps: int, group_size: int) -> Iterator[Row]:
     source = _Groups(read_run(trajectories), group_size)
     for step, deliveries in read_deliveries(trajectories).items():
         if step >= steps:
             return
-        for groups in deliveries:
-            learner.accumulate([source.take(number) for number in groups])
-        yield learner.step()
+        trained: list[Trajectory] = []
+        for numbers in deliveries:
+            groups = [source.take(number) for number in numbers]
+            learner.accumulate(groups)
+            trained.extend(trajectory for group in groups for trajectory in group.trajectories)
+        ages = [max(0, learner.version - trajectory.oldest_version) for trajectory in trained]
+        yield _row(step, learner.step(), trained, ages)
+
+
+def _row(step: int, report: StepReport, trained: Sequence[Trajectory], ages: Sequence[int]) -> Row:
+    """What a run's own metrics hold, as far as it depends on the data and the training alone."""
+    lengths = [trajectory.sampled_tokens for trajectory in trained]
+    return {
+        "step": step,
+        "version": report.version,
+        "samples": report.samples,
+        "tokens": report.tokens,
+        "reward": sum(trajectory.reward for trajectory in trained) / len(trained),
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "skipped": report.skipped,
+        **report.figures,
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": max(ages),
+        "length_mean": sum(lengths) / len(lengths),
+        "length_max": max(lengths),
+    }
 
 
 class _Groups:
@@ -94,9 +177,78 @@ class _Groups:
         return Group(id=number, trajectories=tuple(members))
 
 
-def _line(number: int, steps: int, report: StepReport) -> str:
-    figures: Mapping[str, float] = report.figures
+def _line(steps: int, row: Row) -> str:
     return (
-        f"step {number}/{steps}  loss {report.loss:.4f}  grad norm {report.grad_norm:.3f}  ess {figures['ess']:.3f}  "
-        f"mismatch {figures['mismatch_kl']:.5f}"
+        f"step {row['step'] + 1}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
+        f"ess {row['ess']:.3f}  mismatch {row['mismatch_kl']:.5f}{'  skipped' if row['skipped'] else ''}"
     )
+
+
+async def _score(run: Run, model: Path, buffer: Path) -> Scores | None:
+    """Held-out answers as the run's own engines give them, from one of these in this process."""
+    reward = RewardActor(run.reward)
+    store = BufferActor(run, buffer)  # a rollout actor has one; nothing of an evaluation enters it
+    rollout = RolloutActor(run, model, "held-out", store, reward)
+    try:
+        await asyncio.gather(reward.start(), rollout.start())
+        return await evaluate(run, [rollout], make_task(run.task, run.seed))
+    finally:
+        await rollout.close()
+        await reward.close()
+        await store.close()
+
+
+def _record(target: RunDirectory, run: Run, rows: Sequence[Row]) -> None:
+    replace(target.config, to_yaml(run).encode())
+    names = dict.fromkeys(name for row in rows for name in row)  # a figure may be missing from the first steps
+    sink = io.BytesIO()
+    pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), sink)
+    replace(target.metrics, sink.getvalue())
+
+
+def _sum_up(target: RunDirectory, source: RunDirectory, done: Replayed, rows: Sequence[Row]) -> None:
+    """The keys of a run's summary that a replay has too, and where it comes from."""
+    samples = sum(row["samples"] for row in rows)
+    summary = {
+        "status": "ok",
+        "kind": "replay",
+        "replay_of": str(source.path.resolve()),
+        "digest": done.digest,
+        "recorded_digest": done.recorded,
+        "identical": done.identical,
+        "steps": done.steps,
+        "samples_trained": samples,
+        "steps_skipped": sum(row["skipped"] for row in rows),
+        **_means(rows),
+        "reward_first": rows[0]["reward"],
+        "reward_last": rows[-1]["reward"],
+        "staleness_mean": sum(row["staleness_mean"] * row["samples"] for row in rows) / samples,
+        "staleness_max": max(row["staleness_max"] for row in rows),
+        **_evaluations(source, done),
+    }
+    replace(target.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+
+
+def _means(rows: Sequence[Row]) -> dict[str, float]:
+    """Over the steps that have the figure; counts and flags are no figures."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, float):
+                values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _evaluations(source: RunDirectory, done: Replayed) -> Row:
+    """The run's own scores before its first step, and those of the replayed weights."""
+    recorded: Row = msgspec.json.decode(source.summary.read_bytes()) if source.summary.is_file() else {}
+    first: Row | None = (recorded.get("evaluations") or {}).get("0")
+    last: Row | None = msgspec.to_builtins(done.scores)
+    both = {"0": first, str(done.steps): last}
+    return {
+        "eval_first": first and first["sampled"],
+        "eval_last": last and last["sampled"],
+        "eval_first_greedy": first and first["greedy"],
+        "eval_last_greedy": last and last["greedy"],
+        "evaluations": {step: scores for step, scores in both.items() if scores} or None,
+    }

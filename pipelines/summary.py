@@ -33,6 +33,13 @@ def write(
     return summary
 
 
+def kind(directory: RunDirectory) -> str:
+    """`run`, or `replay` for what `asyncrl replay --out` wrote."""
+    if not directory.summary.exists():
+        return "run"
+    return msgspec.json.decode(directory.summary.read_bytes()).get("kind", "run")
+
+
 def sentence(summary: dict[str, Any]) -> str:
     """The run in one line, for the terminal."""
     if summary["steps"] == 0:

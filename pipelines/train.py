@@ -15,7 +15,7 @@ from actors.rollout import RolloutActor
 from actors.spawn import Resources, Spawner, cluster
 from actors.trainer import TrainerActor
 from asyncrl.config import Checkpoint, Run, WarmStart
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.rundir import RunDirectory, replace
 from asyncrl.tasks.base import make_task
 from asyncrl.training import checkpoint
@@ -41,6 +41,8 @@ def train(run: Run) -> int:
 def resume(path: Path) -> int:
     """Continue a stopped or killed run from its directory; returns the exit code."""
     directory = RunDirectory.open(path)
+    if summary.kind(directory) == "replay":
+        raise ConfigError(f"{path} was written by a replay and has nothing to resume; replay into another directory")
     run = from_yaml(directory.config)
     saved = checkpoint.numbered(directory.checkpoints)
     return _run(run, directory, restore_from=saved[-1] if saved else None, resumed=True)

@@ -1,26 +1,69 @@
-"""What a loss sees and returns. Axis suffix L: the sampled tokens of one packed batch, samples one after the other."""
+"""What a loss sees and returns.
+
+Axis suffixes: L the sampled tokens of one packed batch, samples one after the other; S its samples.
+"""
 
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Which sample each token belongs to."""
+
+    sample_L: Tensor
+    count: int
+    age_L: Tensor
+    """Versions between the weights that sampled a token and those that are being trained."""
+
+    def sum(self, value_L: Tensor) -> Tensor:
+        return value_L.new_zeros(self.count).index_add(0, self.sample_L, value_L)
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.bincount(self.sample_L, minlength=self.count)
+
+    def mean(self, value_L: Tensor) -> Tensor:
+        return self.sum(value_L) / self.lengths.clamp(min=1)
+
+    def max(self, value_L: Tensor) -> Tensor:
+        lowest_S = value_L.new_full((self.count,), -torch.inf)
+        return lowest_S.scatter_reduce(0, self.sample_L, value_L, "amax")
+
+    def spread(self, value_S: Tensor) -> Tensor:
+        """A value of the sample for each of its tokens."""
+        return value_S.index_select(0, self.sample_L)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """One entry per sampled token."""
 
-    logp_L: torch.Tensor
+    logp_L: Tensor
     """Under the weights being trained; carries the gradient."""
-    proximal_logp_L: torch.Tensor
-    """Under the policy that the clipped ratio is taken against; no gradient."""
-    weight_L: torch.Tensor
-    """Importance weight of the correction; no gradient."""
-    advantage_L: torch.Tensor
+    proximal_logp_L: Tensor
+    """Under the policy that the algorithm's ratio is taken against; no gradient."""
+    advantage_L: Tensor
+    samples: Samples
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.logp_L - self.proximal_logp_L).exp()
 
 
 @dataclass(frozen=True, slots=True)
-class LossOutput:
-    """Sums over tokens, never means: the trainer divides by the token count of the whole step."""
+class Loss:
+    """One loss per token; weights, aggregation and penalties are not its business."""
 
-    loss: torch.Tensor
+    loss_L: Tensor
     sums: dict[str, float] = field(default_factory=dict[str, float])
+    """Counts for the metrics, added up over the step."""
+
+
+def clipped_loss(ratio_L: Tensor, advantage_L: Tensor, low: float, high: float) -> Loss:
+    """- min(r A, clip(r, 1 - low, 1 + high) A), the part that PPO and its descendants share."""
+    plain_L = ratio_L * advantage_L
+    clipped_L = ratio_L.clamp(1 - low, 1 + high) * advantage_L
+    return Loss(-plain_L.minimum(clipped_L), {"clipped": float((clipped_L < plain_L).sum())})

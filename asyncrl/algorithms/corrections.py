@@ -1,30 +1,117 @@
-"""Off-policy corrections: which policy the ratio is taken against, and the weight each token gets.
+"""Off-policy corrections: which policy the algorithm's ratio is taken against, and what each token weighs.
 
 mu is the policy that sampled (its own processed log-probabilities), pi the trainer's before the update. One optimizer
 step is made per batch, so pi is the very policy being differentiated and no second forward is needed.
 
-    none       prox = mu,  w = 1                   (the clipped ratio itself carries the correction)
-    token_tis  prox = pi,  w = min(pi / mu, cap)
+    rho_t         = pi(t) / mu(t)
+    token TIS       w_t = clamp(rho_t, floor, cap)                      IcePop: 0 outside instead
+    sequence TIS    w_t = clamp(prod rho, floor, cap)                   sequence MIS: 0 outside instead
+    rejection       w_t = 0 where a measure of rho, of the token or of its sample, leaves its bounds
+    veto            w_t = 0 for a sample with any rho_t < veto
+    interpolated    log prox_t = log mu_t + a (log pi_t - log mu_t),  a = (age - 1) / age: the version before pi's
+
+Weights are constants to the gradient and multiply the whole clipped term. Rejection changes no denominator, so what is
+kept has the gradient that it has without rejection.
 """
 
-import torch
+from dataclasses import dataclass
 
-from asyncrl.algorithms.settings import Correction, TokenTis
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.base import Samples
+from asyncrl.algorithms.settings import Correction, CustomCorrection, Importance, Reject
+from asyncrl.functions import load_function
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is beyond any useful weight; the bound keeps one absurd token from making the sums infinite."""
 
 
-def log_ratio(logp_L: torch.Tensor, behaviour_logp_L: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    proximal_logp_L: Tensor
+    weight_L: Tensor
+    """0 where rejected."""
+    kept_L: Tensor
+    """False where rejected."""
+    truncated_L: Tensor
+    """True where the weight was beyond floor or cap."""
+
+
+def log_ratio(logp_L: Tensor, behaviour_logp_L: Tensor) -> Tensor:
     """log pi / mu, detached and bounded."""
     return (logp_L.detach() - behaviour_logp_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def apply(
-    correction: Correction, logp_L: torch.Tensor, behaviour_logp_L: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the proximal log-probabilities and the token weights."""
-    if isinstance(correction, TokenTis):
-        weight_L = log_ratio(logp_L, behaviour_logp_L).exp().clamp(max=correction.cap)
-        return logp_L.detach(), weight_L
-    return behaviour_logp_L, torch.ones_like(behaviour_logp_L)
+def correct(settings: Correction, logp_L: Tensor, behaviour_logp_L: Tensor, samples: Samples) -> Corrected:
+    log_rho_L = log_ratio(logp_L, behaviour_logp_L)
+    if isinstance(settings, CustomCorrection):
+        weight_L = load_function(settings.function, "correction.function")(log_rho_L, samples)
+        return Corrected(logp_L.detach(), weight_L, weight_L != 0, torch.zeros_like(weight_L, dtype=torch.bool))
+    proximal_logp_L, log_weight_L = _split(settings, logp_L.detach(), behaviour_logp_L, log_rho_L, samples)
+    weight_L, truncated_L = _weights(settings, log_weight_L, samples)
+    kept_L = _kept(settings, log_rho_L, samples)
+    if settings.outside == "mask":
+        kept_L = kept_L & ~truncated_L
+    return Corrected(proximal_logp_L, weight_L * kept_L, kept_L, truncated_L)
+
+
+def _split(
+    settings: Importance, logp_L: Tensor, behaviour_logp_L: Tensor, log_rho_L: Tensor, samples: Samples
+) -> tuple[Tensor, Tensor]:
+    """The proximal policy, and log prox / mu, which is what the weights have to make up for."""
+    match settings.proximal:
+        case "trainer":
+            return logp_L, log_rho_L
+        case "behaviour":
+            return behaviour_logp_L, torch.zeros_like(log_rho_L)
+        case "interpolated":
+            share_L = (samples.age_L - 1).clamp(min=0) / samples.age_L.clamp(min=1)
+            share_L = torch.where(samples.age_L == 0, 1.0, share_L)
+            return behaviour_logp_L + share_L * (logp_L - behaviour_logp_L), share_L * log_rho_L
+
+
+def _weights(settings: Importance, log_weight_L: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+    if settings.weight == "none":
+        return torch.ones_like(log_weight_L), torch.zeros_like(log_weight_L, dtype=torch.bool)
+    if settings.weight == "sequence":
+        log_weight_L = samples.spread(samples.sum(log_weight_L)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight_L = log_weight_L.exp()
+    bounded_L = weight_L.clamp(settings.floor, settings.cap)
+    return bounded_L, bounded_L != weight_L
+
+
+def _kept(settings: Importance, log_rho_L: Tensor, samples: Samples) -> Tensor:
+    kept_L = torch.ones_like(log_rho_L, dtype=torch.bool)
+    for reject in settings.reject:
+        kept_L &= _within(reject, log_rho_L, samples)
+    if settings.veto:
+        vetoed_S = samples.max((log_rho_L.exp() < settings.veto).float())
+        kept_L &= samples.spread(vetoed_S) <= 0
+    return kept_L
+
+
+def _within(reject: Reject, log_rho_L: Tensor, samples: Samples) -> Tensor:
+    measure_L = _measure(reject, log_rho_L)
+    match reject.over:
+        case "token":
+            found_L = measure_L
+        case "mean":
+            found_L = samples.spread(samples.mean(measure_L))
+        case "sum":
+            found_L = samples.spread(samples.sum(measure_L))
+        case "max":
+            found_L = samples.spread(samples.max(measure_L))
+    if reject.measure == "ratio":  # collected as logarithms: the mean of these is the geometric one
+        found_L = found_L.exp()
+    return (found_L >= reject.low) & (found_L <= reject.high)
+
+
+def _measure(reject: Reject, log_rho_L: Tensor) -> Tensor:
+    match reject.measure:
+        case "ratio":
+            return log_rho_L
+        case "k2":
+            return 0.5 * log_rho_L.square()
+        case "k3":
+            return (log_rho_L.exp() - 1 - log_rho_L).clamp(min=0)  # rounding may leave a little less than 0

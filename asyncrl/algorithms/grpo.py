@@ -1,18 +1,20 @@
-"""GRPO with asymmetric clipping.
+"""GRPO with asymmetric clipping (Shao et al. 2024).
 
-    r_t  = pi_theta(t) / pi_prox(t)
-    loss = - sum_t  w_t * min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
-
-w_t is the correction's importance weight, a constant to the gradient; it multiplies the whole clipped term.
+A_i   = (R_i - mean(R)) / std(R)                 over the group
+r_t   = pi_theta(t) / pi_prox(t)
+loss  = - min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i)
 """
 
-from asyncrl.algorithms.base import LossOutput, Tokens
+from collections.abc import Sequence
+
+from asyncrl.algorithms.advantage import Rewards, group_relative
+from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
 from asyncrl.algorithms.settings import Grpo
 
 
-def loss(settings: Grpo, tokens: Tokens) -> LossOutput:
-    ratio_L = (tokens.logp_L - tokens.proximal_logp_L).exp()
-    clipped_L = ratio_L.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    objective_L = (ratio_L * tokens.advantage_L).minimum(clipped_L * tokens.advantage_L)
-    clipped = (clipped_L * tokens.advantage_L < ratio_L * tokens.advantage_L).sum()
-    return LossOutput(-(tokens.weight_L * objective_L).sum(), {"clipped": float(clipped)})
+def advantages(settings: Grpo, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return [group_relative(reward_G, normalize_std=settings.normalize_std) for reward_G in rewards]
+
+
+def loss(settings: Grpo, tokens: Tokens) -> Loss:
+    return clipped_loss(tokens.ratio, tokens.advantage_L, settings.clip_low, settings.clip_high)

@@ -1,32 +1,31 @@
 """The book of a run: who may generate, what may be trained on, and where every slot is. Pure: no files, no clock.
 
 Vocabulary. P groups make a step. `step` is the one being assembled; it trains on the weights of version `step`.
-`version <= step` is what engines serve. `taken` groups of the step are delivered. A group admitted at version v
-*expires* at step v + K, where K is the staleness bound: it must be trained at that step or before.
+`version <= step` is what engines serve. `taken` groups of the step are delivered. A group admitted at version v under
+the bound k *expires* at step v + k, or with the group before it if that is later: it must be trained at that step or
+before. k may change between admissions and is at most K, the staleness bound of the run; so is every expiry - v.
 
 Staleness, by slots and expiry. Let places(d) = (d - step + 1) * P - taken, the deliveries that are still possible up
 to step d, and due(d) the waiting groups that expire at d or before. The invariant is
 
     due(d) <= places(d)    for every d >= step                                                              (I)
 
-- Admission adds a group of the latest expiry e = version + K, so only d >= e changes, and there due(d) is the number
-  of all waiting groups. It is granted iff waiting + 1 <= places(e), which keeps (I).
+- Admission adds a group of the latest expiry e >= version + k, so only d >= e changes, and there due(d) is the number
+  of all waiting groups. It is granted iff waiting + 1 <= places(version + k) <= places(e), which keeps (I).
 - Delivery of a group of expiry e takes one from places(d) everywhere, and one from due(d) for d >= e. It is granted
   iff due(d) <= places(d) - 1 for each d in [step, e - 1], which keeps (I).
 - Commit happens at taken = P: step + 1 with taken = 0 leaves places(d) as it was. Drops only lower due(d).
 
 At the end of step s, places(s) = 0, hence due(s) = 0: every group that expires at s has been trained or dropped. So
-no group is trained after its expiry; no token of it is older than v; staleness never exceeds K. With K = 0 a group is
+no group is trained after its expiry; no token of it is older than v; staleness never exceeds K. With k = 0 a group is
 admitted only for the step of its own version: synchronous. Inside these limits groups are delivered in any order, so
 a straggler is passed as long as everybody can still be trained in time, and holds a place only in its last step,
-until it completes or its deadline drops it. There is no deadlock: while version = step, either P - taken groups wait,
-or one more is admitted.
+until it completes or its deadline drops it. There is no deadlock: while version + k >= step, either P - taken groups
+wait, or one more is admitted.
 """
 
 from collections import Counter
-from typing import Literal, NamedTuple
-
-import msgspec
+from typing import Literal
 
 from asyncrl.buffer.records import (
     Admitted,
@@ -37,57 +36,16 @@ from asyncrl.buffer.records import (
     Dropped,
     Event,
     Late,
+    Limited,
     Renewed,
     Stored,
 )
-from asyncrl.types import Ledger, Slot
+from asyncrl.buffer.terms import Choice, Lease, Refusal, Terms
+from asyncrl.types import BufferStatus, Ledger, Slot
 
 INCOMPLETE = "group_incomplete"
+UNINFORMATIVE = "uninformative"
 NEVER = float("inf")
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants of the arithmetic."""
-
-    group_size: int
-    groups_per_step: int
-    max_staleness: int
-    group_timeout_s: float
-    max_bytes: int
-    sample_bytes: int
-    """First guess of the size of a sample; the largest seen replaces it when it is larger."""
-    total_steps: int | None = None
-    """The run ends after this many, so nothing is admitted that they cannot take; None has no end."""
-
-    @property
-    def begun(self) -> Begun:
-        return Begun(self.group_size, self.groups_per_step, self.max_staleness)
-
-
-class Lease(msgspec.Struct):
-    """A group between admission and its end."""
-
-    version: int
-    deadline: float
-    sample_bytes: int
-    samples: dict[int, Stored] = msgspec.field(default_factory=dict[int, Stored])
-
-
-class Refusal(NamedTuple):
-    """Why no group is admitted now."""
-
-    reason: str
-    lacking: int = 0
-    """Bytes that a group needs, where memory is the reason."""
-
-
-class Choice(NamedTuple):
-    """What a take would do: drop these for age, deliver those."""
-
-    stale: tuple[int, ...]
-    groups: tuple[int, ...]
-    reserved: bool
-    """Further complete groups must wait, because the places left belong to groups that expire before them."""
 
 
 class Book:
@@ -107,6 +65,10 @@ class Book:
         """How many of them have all their samples."""
         self.delivered: dict[int, Lease] = {}
         """Groups of the present step that the trainer holds."""
+        self.bound = terms.max_staleness
+        """Staleness bound of new groups."""
+        self._latest_expiry = 0
+        self._uninformative: set[int] = set()
         self._dropped: dict[int, Dropped] = {}
         self._late: set[Slot] = set()
         self._due: Counter[int] = Counter()
@@ -121,6 +83,21 @@ class Book:
             buffered=self._buffered,
             consumed=self._consumed,
             dropped=dict(self._drops),
+        )
+
+    def situation(self, *, replaying: bool, refusal: str) -> BufferStatus:
+        oldest = next((group for group in self.waiting if not self.complete(group)), None)
+        return BufferStatus(
+            step=self.step,
+            version=self.version,
+            taken=len(self.delivered),
+            complete=self.num_complete,
+            incomplete=len(self.waiting) - self.num_complete,
+            bytes=self.bytes,
+            replaying=replaying,
+            oldest_group=oldest,
+            missing=() if oldest is None else self.missing(oldest),
+            refusal=refusal,
         )
 
     def places(self, step: int) -> int:
@@ -149,7 +126,7 @@ class Book:
         return True
 
     def admission(self, now: float) -> Admitted | Refusal:
-        last, total = self.version + self.terms.max_staleness, self.terms.total_steps
+        last, total = self.version + self.bound, self.terms.total_steps
         places = self.places(last if total is None else min(last, total - 1))
         if len(self.waiting) >= places:
             unpublished = f", version {self.step} is not published" if self.version < self.step else ""
@@ -179,6 +156,10 @@ class Book:
             if lease.deadline <= now and not self.complete(group)
         ]
 
+    def uninformative(self) -> list[Dropped]:
+        """Complete groups that there is nothing to learn from, where the terms say that those end."""
+        return [Dropped(group, UNINFORMATIVE) for group in sorted(self._uninformative)]
+
     @property
     def next_deadline(self) -> float:
         return min((lease.deadline for g, lease in self.waiting.items() if not self.complete(g)), default=NEVER)
@@ -193,14 +174,13 @@ class Book:
                 break
             if not self.complete(group):
                 continue
-            expiry = lease.version + self.terms.max_staleness
             if self.step - min(sample.oldest for sample in lease.samples.values()) > self.terms.max_staleness:
                 stale.append(group)
-            elif self._can_pass(due, expiry, len(chosen)):
+            elif self._can_pass(due, lease.expiry, len(chosen)):
                 chosen.append(group)
             else:  # expiries never fall along the order of admission: if this group must wait, so must all after it
                 return Choice(tuple(stale), tuple(chosen), reserved=True)
-            due[expiry] -= 1
+            due[lease.expiry] -= 1
         return Choice(tuple(stale), tuple(chosen), reserved=False)
 
     def apply(self, event: Event) -> None:
@@ -224,10 +204,13 @@ class Book:
                 self._commit(step)
             case Advanced(version):
                 self.version = version
+            case Limited(staleness):
+                self.bound = staleness
 
     def _admit(self, event: Admitted) -> None:
-        self.waiting[event.group] = Lease(event.version, event.deadline, event.sample_bytes)
-        self._due[event.version + self.terms.max_staleness] += 1
+        self._latest_expiry = max(self._latest_expiry, event.version + self.bound)
+        self.waiting[event.group] = Lease(event.version, self._latest_expiry, event.deadline, event.sample_bytes)
+        self._due[self._latest_expiry] += 1
         self.next_group = event.group + 1
         self._in_flight += self.terms.group_size
         self.bytes += self.terms.group_size * event.sample_bytes
@@ -237,7 +220,10 @@ class Book:
         lease.samples[event.sample] = event
         self.bytes += event.bytes - lease.sample_bytes
         self._sample_bytes = max(self._sample_bytes, event.bytes)
-        self.num_complete += self.complete(event.group)
+        if self.complete(event.group):
+            self.num_complete += 1
+            if self.terms.drop_uninformative and lease.uninformative:
+                self._uninformative.add(event.group)
         self._in_flight -= 1
         self._buffered += 1
 
@@ -273,10 +259,10 @@ class Book:
     def _end_wait(self, group: int) -> Lease:
         self.num_complete -= self.complete(group)
         lease = self.waiting.pop(group)
-        expiry = lease.version + self.terms.max_staleness
-        self._due[expiry] -= 1
-        if not self._due[expiry]:
-            del self._due[expiry]
+        self._uninformative.discard(group)
+        self._due[lease.expiry] -= 1
+        if not self._due[lease.expiry]:
+            del self._due[lease.expiry]
         return lease
 
     def _can_pass(self, due: Counter[int], expiry: int, chosen: int) -> bool:

@@ -41,6 +41,7 @@ class Stored(_Event, frozen=True):
     tokens: int
     oldest: int
     """Version of the oldest sampled token."""
+    reward: float = 0.0
 
 
 class Dropped(_Event, frozen=True):
@@ -77,7 +78,13 @@ class Advanced(_Event, frozen=True):
     version: int
 
 
-Record = Begun | Admitted | Renewed | Dropped | Late | Delivered | Committed | Advanced
+class Limited(_Event, frozen=True):
+    """Groups are admitted under this staleness bound from now on; before the first, under that of `Begun`."""
+
+    staleness: int
+
+
+Record = Begun | Admitted | Renewed | Dropped | Late | Delivered | Committed | Advanced | Limited
 Event = Record | Stored
 
 encode = msgspec.msgpack.Encoder().encode

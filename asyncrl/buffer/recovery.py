@@ -4,10 +4,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from asyncrl.buffer.journal import Journal
-from asyncrl.buffer.ledger import Terms
 from asyncrl.buffer.log import Log
 from asyncrl.buffer.payloads import Payloads
 from asyncrl.buffer.records import Admitted, Record, Stored
+from asyncrl.buffer.terms import Terms
 from asyncrl.data import arrow
 from asyncrl.errors import ConfigError, CorruptSegmentError
 from asyncrl.types import GIVEN, Slot
@@ -21,17 +21,18 @@ class Sample(NamedTuple):
     tokens: int
     oldest: int
     """Version of the oldest sampled token, GIVEN when there is none."""
+    reward: float
 
     def stored(self, admitted_at: int) -> Stored:
         """The event of its storing; without a sampled token it is as old as its group's admission."""
         oldest = admitted_at if self.oldest == GIVEN else self.oldest
-        return Stored(self.slot.group, self.slot.sample, len(self.payload), self.tokens, oldest)
+        return Stored(self.slot.group, self.slot.sample, len(self.payload), self.tokens, oldest, self.reward)
 
 
 def check(payload: bytes) -> Sample:
     """Read a payload, or raise ValueError with what is wrong with it."""
     row = arrow.read_row(payload)
-    return Sample(row.slot, payload, row.sampled_tokens, row.oldest_version)
+    return Sample(row.slot, payload, row.sampled_tokens, row.oldest_version, row.reward)
 
 
 class History(NamedTuple):

@@ -21,11 +21,12 @@ from pathlib import Path
 from asyncrl.buffer import payloads
 from asyncrl.buffer.cursors import Cursors
 from asyncrl.buffer.journal import Journal
-from asyncrl.buffer.ledger import NEVER, Book, Refusal, Terms
+from asyncrl.buffer.ledger import NEVER, Book
 from asyncrl.buffer.log import lock_directory
 from asyncrl.buffer.payloads import Payloads
-from asyncrl.buffer.records import Admitted, Committed, Delivered, Dropped, Renewed
+from asyncrl.buffer.records import Admitted, Committed, Delivered, Dropped, Limited, Renewed
 from asyncrl.buffer.recovery import Sample, check, read_history
+from asyncrl.buffer.terms import Refusal, Terms
 from asyncrl.buffer.timeline import Timeline
 from asyncrl.config import Buffer
 from asyncrl.errors import ConfigError
@@ -52,9 +53,11 @@ class TrajectoryBuffer:
         total_steps: int | None = None,
         restore_step: int | None = None,
         sample_bytes: int = SAMPLE_BYTES,
+        drop_uninformative: bool = False,
     ) -> None:
         """`restore_step` is the number of optimizer steps in the checkpoint that the run resumes from; engines are
-        expected to start with that version. `sample_bytes` is the credit of a sample before larger ones were seen."""
+        expected to start with that version. `sample_bytes` is the credit of a sample before larger ones were seen.
+        `drop_uninformative` ends complete groups of equal rewards."""
         self._terms = Terms(
             group_size=group_size,
             groups_per_step=groups_per_step,
@@ -63,6 +66,7 @@ class TrajectoryBuffer:
             max_bytes=settings.max_bytes,
             sample_bytes=sample_bytes,
             total_steps=total_steps,
+            drop_uninformative=drop_uninformative,
         )
         self._directory = directory
         home = None if settings.durability == "memory" else directory
@@ -134,12 +138,14 @@ class TrajectoryBuffer:
         return Receipt(slot, "duplicate" if status == "duplicate" else "dropped")
 
     def expire(self, now: float) -> tuple[int, ...]:
-        """Drop the incomplete groups that are past their deadline."""
-        if self.replaying or self._timeline.orphaned:
-            return ()  # deadlines of the run before; `reissue` gives new ones
-        overdue = self._book.overdue(now)
-        self._timeline.record(*overdue)
-        return tuple(drop.group for drop in overdue)
+        """Drop what nobody should wait for: groups past their deadline, and complete ones that are uninformative."""
+        if self.replaying:
+            return ()
+        # Until `reissue` gives new deadlines, those of incomplete groups are the killed run's.
+        overdue = [] if self._timeline.orphaned else self._book.overdue(now)
+        ended = [*overdue, *self._book.uninformative()]
+        self._timeline.record(*ended)
+        return tuple(drop.group for drop in ended)
 
     def reissue(self, now: float) -> list[Ticket]:
         """Lease again whatever is missing, with new deadlines: what was in flight when the last run was killed."""
@@ -193,6 +199,12 @@ class TrajectoryBuffer:
             raise ValueError(f"version {version} cannot be published: only {self._book.step} steps are committed")
         self._timeline.publish(version)
 
+    def limit(self, staleness: int) -> None:
+        """Admit under this bound from now on, if the run's own is not tighter; a replay repeats what was recorded."""
+        bound = min(staleness, self._terms.max_staleness)
+        if bound != self._book.bound and not self.replaying:
+            self._timeline.record(Limited(bound))
+
     # -- the books -----------------------------------------------------------------------------------------------
 
     @property
@@ -218,21 +230,9 @@ class TrajectoryBuffer:
         return dict(self._book.waste)
 
     def status(self) -> BufferStatus:
-        book = self._book
-        oldest = next((group for group in book.waiting if not book.complete(group)), None)
         admission = self._admission(now=0.0)
-        return BufferStatus(
-            step=book.step,
-            version=book.version,
-            taken=len(book.delivered),
-            complete=book.num_complete,
-            incomplete=len(book.waiting) - book.num_complete,
-            bytes=book.bytes,
-            replaying=self.replaying,
-            oldest_group=oldest,
-            missing=() if oldest is None else book.missing(oldest),
-            refusal=admission.reason if isinstance(admission, Refusal) else "",
-        )
+        refusal = admission.reason if isinstance(admission, Refusal) else ""
+        return self._book.situation(replaying=self.replaying, refusal=refusal)
 
     # -- files ---------------------------------------------------------------------------------------------------
 

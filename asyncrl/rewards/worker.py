@@ -14,15 +14,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import BinaryIO
 
 import msgspec
 
+from asyncrl import functions
+from asyncrl.functions import find_function
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
 
 HEADER = struct.Struct("<I")
@@ -59,30 +57,16 @@ def judge(function: Function, sample: RewardInput) -> RewardResult:
 def describe(error: Exception) -> str:
     """One line, with the place if it lies in the user's code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    ours = frame.filename == __file__ or frame.filename.startswith("<frozen ")
+    ours = frame.filename in (__file__, functions.__file__) or frame.filename.startswith("<frozen ")
     place = "" if ours else f" ({frame.filename}:{frame.lineno})"
     return f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + place
 
 
 def _load(location: str) -> Function | RewardFailure:
-    place, _, name = location.rpartition(":")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else import_module(place)
+        return find_function(location)
     except Exception as error:  # importing runs the user's code
         return RewardFailure("reward_error", describe(error))
-    function = getattr(module, name, None)
-    return function if callable(function) else RewardFailure("reward_error", f"{place} has no function {name!r}")
-
-
-def _load_file(path: Path) -> ModuleType:
-    name = f"reward_file_{path.stem}"  # a file called json.py must not hide the real json
-    spec = spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # as if it were run: its neighbours can be imported
-    spec.loader.exec_module(module)
-    return module
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -13,14 +13,17 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from asyncrl.errors import CheckpointError
 from asyncrl.models.checkpoint import WEIGHTS, save_model
 from asyncrl.models.names import hf_tensors
+from asyncrl.training.critic import Critic
 from asyncrl.training.learner import Learner
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
+CRITIC = "critic.safetensors"
 KEPT_BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -57,7 +60,10 @@ def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model
     for name in KEPT_BESIDE_WEIGHTS:
         if (model_path / name).is_file():
             shutil.copyfile(model_path / name, scratch / name)
-    save_file(_optimizer_tensors(learner), scratch / OPTIMIZER)
+    save_file(_optimizer_tensors(learner.model, learner.optimizer), scratch / OPTIMIZER)
+    if learner.critic is not None:
+        critic = dict(learner.critic.named_parameters()) | _optimizer_tensors(learner.critic, learner.critic.optimizer)
+        save_file(critic, scratch / CRITIC)
     (scratch / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in scratch.iterdir():
         _sync(path)
@@ -94,21 +100,36 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     with torch.no_grad():
         for name, tensor in hf_tensors(learner.model):
             tensor.copy_(saved[name])
-    state = load_file(checkpoint / OPTIMIZER)
-    for name, parameter in learner.model.named_parameters():
-        if f"{name}/step" in state:
-            learner.optimizer.state[parameter] = {
-                key: state[f"{name}/{key}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
-            }
+    _restore_optimizer(learner.model, learner.optimizer, load_file(checkpoint / OPTIMIZER))
+    if learner.critic is not None:
+        _restore_critic(learner.critic, checkpoint)
     learner.version = manifest.step
     return manifest
 
 
-def _optimizer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+def _restore_critic(critic: Critic, checkpoint: Path) -> None:
+    if not (checkpoint / CRITIC).is_file():
+        raise CheckpointError(f"{checkpoint} holds no critic: it was not written with algorithm=ppo")
+    saved = load_file(checkpoint / CRITIC)
+    with torch.no_grad():
+        for name, parameter in critic.named_parameters():
+            parameter.copy_(saved[name])
+    _restore_optimizer(critic, critic.optimizer, saved)
+
+
+def _restore_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        if f"{name}/step" in state:
+            optimizer.state[parameter] = {
+                key: state[f"{name}/{key}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+
+
+def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {
         f"{name}/{key}": value
-        for name, parameter in learner.model.named_parameters()
-        for key, value in learner.optimizer.state[parameter].items()
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 

@@ -1,45 +1,125 @@
-"""Sums over the tokens of a step, and the figures derived from them at its end.
+"""How far the tokens of a step are off-policy. rho = pi / mu of each token, before any truncation.
 
-Kept as sums so that micro-batches of any size add up to exactly what one big batch would have given.
+    ess           (sum rho)^2 / (n sum rho^2)       1 on-policy; the share of the tokens that the step is worth
+    mismatch_kl   mean(log mu - log pi)             k1, of either sign
+    mismatch_k3   mean(rho - 1 - log rho)           never negative
+    chi2_token    mean(rho^2) - 1                   chi2_sequence the same with the product over each sample
+    ppl_gap       mean over samples of |mean log mu - mean log pi|
+
+What a step measures is kept as it comes and worked up once at its end: percentiles do not add up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from asyncrl.algorithms.base import Samples
+from asyncrl.algorithms.corrections import LOG_RATIO_BOUND, Corrected
+from asyncrl.training.report import Share
+
+PERCENTILES = (0.01, 0.5, 0.99)
+NOTHING = {
+    "rho_mean": 1.0,
+    "rho_std": 0.0,
+    "rho_min": 1.0,
+    "rho_max": 1.0,
+    **{f"rho_p{round(100 * p)}": 1.0 for p in PERCENTILES},
+    "ess": 1.0,
+    "mismatch_kl": 0.0,
+    "mismatch_k3": 0.0,
+    "mismatch_abs": 0.0,
+    "chi2_token": 0.0,
+    "chi2_sequence": 0.0,
+    "ppl_gap": 0.0,
+    "truncated_fraction": 0.0,
+    "rejected_fraction": 0.0,
+    "rejected_samples": 0.0,
+}
 
 
-def ratio_sums(log_ratio_L: torch.Tensor) -> dict[str, float]:
-    """Sums of the importance ratio rho = pi / mu and its relatives, taken before any truncation."""
-    rho_L = log_ratio_L.exp()
-    total, squared, k1, k3, gap = torch.stack(
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One packed batch: columns per token and per sample."""
+
+    columns_4_L: Tensor
+    """log rho, age, truncated, rejected."""
+    columns_3_S: Tensor
+    """Sum of log rho, tokens, share of the tokens rejected."""
+    precisions: list[str]
+
+    @classmethod
+    def of(cls, log_rho_L: Tensor, corrected: Corrected, samples: Samples, precisions: list[str]) -> "Observed":
+        rejected_L = (~corrected.kept_L).float()
+        return cls(
+            torch.stack([log_rho_L, samples.age_L.float(), corrected.truncated_L.float(), rejected_L]),
+            torch.stack([samples.sum(log_rho_L), samples.lengths.float(), samples.mean(rejected_L)]),
+            precisions,
+        )
+
+
+def figures(observed: Sequence[Observed]) -> dict[str, float]:
+    """Of the whole step; those of an on-policy one when nothing was measured."""
+    if not observed:
+        return dict(NOTHING)
+    log_rho_L, _, truncated_L, rejected_L = torch.cat([part.columns_4_L for part in observed], dim=1)
+    sum_S, length_S, rejected_S = torch.cat([part.columns_3_S for part in observed], dim=1)
+    rho_L = log_rho_L.exp()
+    squared = rho_L.square().mean()
+    mean = rho_L.mean()
+    percentiles = torch.quantile(rho_L, rho_L.new_tensor(PERCENTILES)) if rho_L.numel() < 2**24 else rho_L.new_ones(3)
+    found = torch.stack(
         [
-            rho_L.sum(),
-            rho_L.square().sum(),
-            -log_ratio_L.sum(),
-            (rho_L - 1 - log_ratio_L).sum(),
-            log_ratio_L.abs().sum(),
+            mean,
+            rho_L.std(correction=0),
+            rho_L.min(),
+            rho_L.max(),
+            *percentiles,
+            mean**2 / squared,
+            -log_rho_L.mean(),
+            (rho_L - 1 - log_rho_L).mean(),
+            log_rho_L.abs().mean(),
+            squared - 1,
+            (2 * sum_S).clamp(max=2 * LOG_RATIO_BOUND).exp().mean() - 1,
+            (sum_S / length_S).abs().mean(),
+            truncated_L.mean(),
+            rejected_L.mean(),
+            (rejected_S == 1).float().mean(),
         ]
+    )
+    return dict(zip(NOTHING, found.tolist(), strict=True))
+
+
+def shares(observed: Sequence[Observed]) -> tuple[Share, ...]:
+    """The same by token age, and by precision where a step has several."""
+    if not observed:
+        return ()
+    log_rho_L, age_L, _, _ = torch.cat([part.columns_4_L for part in observed], dim=1)
+    found = [_share("age", str(int(age)), log_rho_L[age_L == age]) for age in age_L.unique().tolist()]
+    precisions = {name for part in observed for name in part.precisions}
+    for name in sorted(precisions):
+        parts = [_of_precision(part, name) for part in observed]
+        found.append(_share("precision", name, torch.cat(parts) if len(precisions) > 1 else log_rho_L))
+    return tuple(found)
+
+
+def _of_precision(part: Observed, name: str) -> Tensor:
+    chosen_S = torch.tensor([precision == name for precision in part.precisions], device=part.columns_3_S.device)
+    return part.columns_4_L[0][chosen_S.repeat_interleave(part.columns_3_S[1].long())]
+
+
+def _share(by: str, value: str, log_rho_L: Tensor) -> Share:
+    rho_L = log_rho_L.exp()
+    mean, squared, kl, k3 = torch.stack(
+        [rho_L.mean(), rho_L.square().mean(), -log_rho_L.mean(), (rho_L - 1 - log_rho_L).mean()]
     ).tolist()
-    return {"measured": float(len(log_ratio_L)), "rho": total, "rho_squared": squared, "k1": k1, "k3": k3, "gap": gap}
-
-
-def step_figures(sums: Mapping[str, float]) -> dict[str, float]:
-    """ESS, mismatch KL and friends of one step; 1 and 0 when no token was measured."""
-    count = sums.get("measured", 0.0)
-    if not count:
-        return {
-            "rho_mean": 1.0,
-            "ess": 1.0,
-            "mismatch_kl": 0.0,
-            "mismatch_k3": 0.0,
-            "mismatch_abs": 0.0,
-            "clip_fraction": 0.0,
-        }
-    return {
-        "rho_mean": sums["rho"] / count,
-        "ess": sums["rho"] ** 2 / (count * sums["rho_squared"]),
-        "mismatch_kl": sums["k1"] / count,
-        "mismatch_k3": sums["k3"] / count,
-        "mismatch_abs": sums["gap"] / count,
-        "clip_fraction": sums.get("clipped", 0.0) / count,
-    }
+    return Share(
+        by=by,
+        value=value,
+        tokens=len(rho_L),
+        rho_mean=mean,
+        ess=mean**2 / squared,
+        mismatch_kl=kl,
+        mismatch_k3=k3,
+    )

@@ -3,6 +3,7 @@
 `accumulate` runs forward and backward on whatever groups are there and may be called many times per step, while the
 rest of the step is still being generated. `step` divides the summed gradient by the token count of the whole step and
 updates once. The result is that of one batch over all the groups, whatever the order and sizes of the calls.
+An algorithm whose advantages depend on the whole step only collects its groups, and does everything in `step`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,87 +11,144 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional
+from torch import Tensor
 
-from asyncrl.algorithms import corrections, grpo
-from asyncrl.algorithms.advantage import group_relative
-from asyncrl.algorithms.base import Tokens
-from asyncrl.algorithms.settings import Algorithm, Correction
-from asyncrl.config import Trainer
+from asyncrl.algorithms import penalties, registry
+from asyncrl.algorithms.advantage import Rewards, overlong_penalty
+from asyncrl.algorithms.base import Samples, Tokens
+from asyncrl.algorithms.corrections import Corrected, correct, log_ratio
+from asyncrl.algorithms.settings import Importance, Ppo
+from asyncrl.config import Run
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.head import bf16_logits
 from asyncrl.models.names import hf_tensors
-from asyncrl.models.packed import row_attention
-from asyncrl.training.diagnostics import ratio_sums, step_figures
+from asyncrl.training.credit import Credit
+from asyncrl.training.critic import Critic
+from asyncrl.training.diagnostics import Observed, figures, shares
+from asyncrl.training.forward import PolicyForward
 from asyncrl.training.packing import Block, PackedBatch, block, pack
 from asyncrl.training.report import StepReport
+from asyncrl.training.sentinel import alarms
 from asyncrl.types import Group
 
 
 class Learner:
     """Fp32 master weights, AdamW, one optimizer step per quota of groups."""
 
-    def __init__(
-        self, model_path: Path, settings: Trainer, algorithm: Algorithm, correction: Correction, *, temperature: float
-    ) -> None:
-        self.device = _device(settings.device)
-        model, self.model_config = load_model(model_path, dtype=torch.float32)
-        self.model = model.to(self.device)
+    def __init__(self, model_path: Path, run: Run) -> None:
+        self._run, self._settings, self._algorithm = run, run.trainer, run.algorithm
+        self._entry = registry.entry(run.algorithm)
+        self.device = _device(run.trainer.device)
+        self.model, self.model_config = load_model(model_path, dtype=torch.float32)
+        self.model.to(self.device)
+        self._policy = PolicyForward(self.model, run)
+        self._reference = self._make_reference(model_path)
+        self.critic = None
+        if isinstance(run.algorithm, Ppo):
+            self.critic = Critic(model_path, run.algorithm, run.trainer, self.device)
         self.version = 0
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
+            lr=run.trainer.lr,
+            betas=(run.trainer.beta1, run.trainer.beta2),
+            weight_decay=run.trainer.weight_decay,
             fused=True,
         )
-        self._settings = settings
-        self._algorithm = algorithm
-        self._correction = correction
-        self._temperature = temperature if temperature > 0 else 1.0
         self._reset()
 
+    def _make_reference(self, model_path: Path) -> PolicyForward | None:
+        if not self._algorithm.kl.coefficient:
+            return None
+        model, _ = load_model(model_path, dtype=torch.float32)
+        return PolicyForward(model.to(self.device).requires_grad_(False), self._run)
+
     def _reset(self) -> None:
-        self._samples = 0
-        self._tokens = 0
-        self._sums: dict[str, float] = {"loss": 0.0}
+        self._samples = self._tokens = 0
+        self._loss = 0.0
+        self._sums: dict[str, float] = {}
+        self._observed: list[Observed] = []
+        self._held: list[Group] = []
+        self._fault = ""
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Forward and backward; gradients add up until `step`."""
-        blocks = [self._block(group) for group in groups]
-        self._samples += sum(len(block.answers) for block in blocks)
-        self._tokens += sum(answer.num_sampled for block in blocks for answer in block.answers)
-        # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
-        useful = [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
-        for batch in pack(useful, self._settings.token_budget):
-            self._backward(batch.to(self.device))
+        self._samples += sum(len(group.trajectories) for group in groups)
+        self._tokens += sum(t.sampled_tokens for group in groups for t in group.trajectories)
+        if self._entry.whole_step:
+            self._held.extend(groups)
+        else:
+            self._learn(groups)
 
-    def _block(self, group: Group) -> Block:
+    def _learn(self, groups: Sequence[Group]) -> None:
+        batches = [batch.to(self.device) for batch in pack(self._blocks(groups), self._settings.token_budget)]
+        if self.critic is not None or self._algorithm.kl.placement == "reward":
+            credit = Credit(self._algorithm, self._policy, self._reference, self.critic)
+            batches = credit.assign(batches)
+        train_policy = not isinstance(self._algorithm, Ppo) or self.version >= self._algorithm.critic_warmup_steps
+        for batch in batches if train_policy else ():
+            self._backward(batch)
+
+    def _blocks(self, groups: Sequence[Group]) -> list[Block]:
+        rewards = [self._rewards(group) for group in groups]
+        advantages = self._entry.advantages(self._algorithm, rewards)
+        blocks = [block(group, found.tolist()) for group, found in zip(groups, advantages, strict=True)]
+        if self.critic is not None or self._algorithm.kl.coefficient or self._algorithm.entropy:
+            return blocks
+        # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
+        return [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
+
+    def _rewards(self, group: Group) -> Rewards:
+        lengths = np.array([t.sampled_tokens for t in group.trajectories])
         rewards = np.array([t.reward for t in group.trajectories], dtype=np.float64)
-        return block(group, group_relative(rewards, normalize_std=self._algorithm.normalize_std).tolist())
+        return rewards + overlong_penalty(self._algorithm.overlong, lengths, self._run.rollout.max_tokens)
 
     def _backward(self, batch: PackedBatch) -> None:
-        logp_L = self.token_logprobs(batch)
-        proximal_L, weight_L = corrections.apply(self._correction, logp_L, batch.behaviour_logp_L)
-        output = grpo.loss(
-            self._algorithm,
-            Tokens(logp_L=logp_L, proximal_logp_L=proximal_L, weight_L=weight_L, advantage_L=batch.advantage_L),
-        )
-        output.loss.backward()
-        self._add({"loss": float(output.loss.detach()), **output.sums})
-        self._add(ratio_sums(corrections.log_ratio(logp_L, batch.behaviour_logp_L)))
+        output = self._policy(batch, entropy=self._algorithm.entropy > 0)
+        samples = Samples(batch.sample_L, len(batch.answers), (self.version - batch.version_L).clamp(min=0))
+        corrected = correct(self._run.correction, output.logp_L, batch.behaviour_logp_L, samples)
+        tokens = Tokens(output.logp_L, corrected.proximal_logp_L, batch.advantage_L, samples)
+        loss = self._entry.loss(self._algorithm, tokens)
+        loss_L = corrected.weight_L * loss.loss_L
+        if self._reference is not None and self._algorithm.kl.placement == "loss":
+            with torch.no_grad():
+                reference_L = self._reference(batch).logp_L
+            penalty_L = penalties.kl(self._algorithm.kl.estimator, output.logp_L, reference_L)
+            loss_L = loss_L + self._algorithm.kl.coefficient * penalty_L
+            self._add({"reference_kl": float(penalty_L.detach().sum())})
+        if output.entropy_L is not None:
+            loss_L = loss_L - self._algorithm.entropy * output.entropy_L
+            self._add({"entropy": float(output.entropy_L.detach().sum())})
+        self._add(loss.sums)
+        self._observe(batch, output.logp_L, corrected, samples)
+        self._accumulate_gradient(batch, self._scaled(loss_L, samples), samples)
 
-    def token_logprobs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-probability of each sampled token, at the temperature it was sampled with."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._settings.dtype == "bf16"):
-            hidden_T = self.model(batch.tokens_T, batch.positions_T, row_attention(batch.rows, self.device))
-        # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
-        hidden_L = functional.embedding(batch.predict_L, hidden_T)
-        narrow = self._settings.dtype == "bf16"
-        logits_L = bf16_logits(hidden_L, self.model.output_matrix) if narrow else self.model.logits(hidden_L)
-        logits_L = logits_L / self._temperature
-        return torch.log_softmax(logits_L, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
+    def _scaled(self, loss_L: Tensor, samples: Samples) -> Tensor:
+        match self._algorithm.aggregation:
+            case "token":
+                return loss_L
+            case "sequence":
+                return loss_L / samples.spread(samples.lengths)
+            case "constant":
+                return loss_L / self._run.rollout.max_tokens
+
+    def _accumulate_gradient(self, batch: PackedBatch, loss_L: Tensor, samples: Samples) -> None:
+        """A loss that is not finite taints the step, but not the gradients; the samples that made it are named."""
+        total = loss_L.sum()
+        value = float(total.detach())
+        if np.isfinite(value):
+            total.backward()
+            self._loss += value
+            return
+        bad_S = samples.sum((~loss_L.detach().isfinite()).float()) > 0
+        slots = [f"{a.slot.group}/{a.slot.sample}" for a, bad in zip(batch.answers, bad_S.tolist(), strict=True) if bad]
+        self._fault = f"the loss of samples {', '.join(slots[:8])} is not finite"
+
+    def _observe(self, batch: PackedBatch, logp_L: Tensor, corrected: Corrected, samples: Samples) -> None:
+        log_rho_L = log_ratio(logp_L, batch.behaviour_logp_L)
+        precisions = [answer.precision for answer in batch.answers]
+        self._observed.append(Observed.of(log_rho_L, corrected, samples, precisions))
+        if isinstance(self._run.correction, Importance) and self._run.correction.batch_normalize:
+            self._add({"weight": float(corrected.weight_L.sum()), "kept": float(corrected.kept_L.sum())})
 
     def _add(self, sums: dict[str, float]) -> None:
         for name, value in sums.items():
@@ -98,35 +156,62 @@ class Learner:
 
     def step(self) -> StepReport:
         """One optimizer update from everything accumulated since the last."""
+        if self._held:
+            self._learn(self._held)
+        norm = self._gradient()
+        if not self._fault and not np.isfinite(norm):
+            self._fault = f"the gradient of {self._samples} samples is not finite"
+        if not self._fault:
+            self.optimizer.param_groups[0]["lr"] = self._learning_rate()
+            self.optimizer.step()
+        if self.critic is not None:
+            self._sums |= self.critic.step(self._tokens, frozen=bool(self._fault))
+        self.version += 1
+        report = self._report(norm)
+        self._reset()
+        return report
+
+    def _gradient(self) -> float:
+        """Turn the sum into a mean, clip it, and return its norm."""
+        weight = self._sums["weight"] / max(self._sums["kept"], 1.0) if "weight" in self._sums else 1.0
+        denominator = self._denominator() * (weight or 1.0)
         parameters = list(self.model.parameters())
         for parameter in parameters:
             if parameter.grad is None:  # every advantage was 0: Adam still moves by its momentum, as one batch would
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(max(self._tokens, 1))
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip))
-        loss = self._sums["loss"] / max(self._tokens, 1)
-        skipped = not (np.isfinite(norm) and np.isfinite(loss))
-        if not skipped:
-            self.optimizer.param_groups[0]["lr"] = self._learning_rate()
-            self.optimizer.step()
-        self.version += 1
-        report = StepReport(
+            parameter.grad.div_(denominator)
+        return float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip))
+
+    def _denominator(self) -> int:
+        return max(self._tokens if self._algorithm.aggregation == "token" else self._samples, 1)
+
+    def _report(self, norm: float) -> StepReport:
+        found = figures(self._observed)
+        measured = max(sum(part.columns_4_L.shape[1] for part in self._observed), 1)
+        found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
+        found |= {name: self._sums[name] / measured for name in ("entropy", "reference_kl") if name in self._sums}
+        found |= {name: value for name, value in self._sums.items() if name.startswith("critic_")}
+        return StepReport(
             version=self.version,
             samples=self._samples,
             tokens=self._tokens,
-            loss=loss,
+            loss=self._loss / self._denominator(),
             grad_norm=norm,
-            skipped=skipped,
-            figures=step_figures(self._sums),
+            skipped=bool(self._fault),
+            fault=self._fault,
+            figures=found,
+            shares=shares(self._observed),
+            alarms=alarms(found),
         )
-        self._reset()
-        return report
 
     def _learning_rate(self) -> float:
         warmup = self._settings.warmup_steps
         return self._settings.lr * min(1.0, (self.version + 1) / warmup) if warmup else self._settings.lr
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def token_logprobs(self, batch: PackedBatch) -> Tensor:
+        return self._policy(batch).logp_L
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, as the transports publish them."""
         return hf_tensors(self.model)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from asyncrl.models.packed import Indices
-from asyncrl.types import GIVEN, Floats, Group, Ints
+from asyncrl.types import GIVEN, Floats, Group, Ints, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,10 @@ class Answer:
     logprobs: Floats
     sampled: npt.NDArray[np.bool_]
     """False for tokens given in between, such as a tool's."""
+    versions: Ints
     advantage: float
+    slot: Slot
+    precision: str
 
     @property
     def num_sampled(self) -> int:
@@ -55,11 +58,21 @@ class PackedBatch:
     predict_L: torch.Tensor
     target_L: torch.Tensor
     behaviour_logp_L: torch.Tensor
+    version_L: torch.Tensor
     advantage_L: torch.Tensor
+    sample_L: torch.Tensor
+    answers: list[Answer]
+    """The samples, in the order of `sample_L`."""
 
     def to(self, device: torch.device) -> "PackedBatch":
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "rows"}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Sampled tokens of each sample."""
+        return [answer.num_sampled for answer in self.answers]
 
 
 def block(group: Group, advantages: Sequence[float]) -> Block:
@@ -72,7 +85,17 @@ def block(group: Group, advantages: Sequence[float]) -> Block:
         tokens, sampled = trajectory.tokens, trajectory.versions != GIVEN
         if not length or sampled[:length].any() or not np.array_equal(tokens[:length], prompt):
             raise ValueError(f"trajectory {trajectory.slot} does not begin with the prompt of its group")
-        answers.append(Answer(tokens[length:], trajectory.logprobs[length:], sampled[length:], advantage))
+        answers.append(
+            Answer(
+                tokens=tokens[length:],
+                logprobs=trajectory.logprobs[length:],
+                sampled=sampled[length:],
+                versions=trajectory.versions[length:],
+                advantage=advantage,
+                slot=trajectory.slot,
+                precision=trajectory.precision,
+            )
+        )
     return Block(prompt, answers)
 
 
@@ -121,6 +144,7 @@ def _batch(blocks: list[Block]) -> PackedBatch:
     positions = np.empty(end, dtype=np.int64)
     for row in rows:
         positions[row] = np.arange(len(row))
+    lengths = [answer.num_sampled for answer in answers]
     return PackedBatch(
         tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
         positions_T=torch.from_numpy(positions),
@@ -128,7 +152,8 @@ def _batch(blocks: list[Block]) -> PackedBatch:
         predict_L=torch.from_numpy(np.concatenate(predict)),
         target_L=torch.from_numpy(np.concatenate([a.tokens[a.sampled] for a in answers]).astype(np.int64)),
         behaviour_logp_L=torch.from_numpy(np.concatenate([a.logprobs[a.sampled] for a in answers])),
-        advantage_L=torch.from_numpy(
-            np.concatenate([np.full(a.num_sampled, a.advantage, dtype=np.float32) for a in answers])
-        ),
+        version_L=torch.from_numpy(np.concatenate([a.versions[a.sampled] for a in answers]).astype(np.int64)),
+        advantage_L=torch.from_numpy(np.repeat(np.array([a.advantage for a in answers], np.float32), lengths)),
+        sample_L=torch.from_numpy(np.repeat(np.arange(len(answers)), lengths)),
+        answers=answers,
     )

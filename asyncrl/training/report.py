@@ -3,6 +3,19 @@
 import msgspec
 
 
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """The off-policy figures of a part of the step's tokens."""
+
+    by: str
+    """`age`, the version gap of the tokens, or `precision` of the rollout."""
+    value: str
+    tokens: int
+    rho_mean: float
+    ess: float
+    mismatch_kl: float
+    mismatch_k3: float
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one optimizer step did."""
 
@@ -14,4 +27,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float
     skipped: bool
     """True when loss or gradient was not finite: weights are unchanged, the version still moves on."""
+    fault: str = ""
+    """Why the step was skipped, and which samples did it."""
     figures: dict[str, float]
+    shares: tuple[Share, ...] = ()
+    alarms: tuple[str, ...] = ()
+    """Figures beyond their documented levels, each with what to do about it."""

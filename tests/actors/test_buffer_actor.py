@@ -4,13 +4,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.buffer import BufferActor
+from asyncrl.algorithms.settings import Grpo
 from asyncrl.config import Buffer, Flow, Rollout, Run
+from asyncrl.data.arrow import encode
 from asyncrl.errors import StallError, StorageError
 from asyncrl.types import Delivery, Slot
-from tests.buffers import payload
+from tests.buffers import payload, trajectory
 from tests.unit.test_buffer_log import file_size_limit
 
 
@@ -28,6 +31,7 @@ def make(directory: Path, clock: Clock | None = None, **changes: Any) -> BufferA
     run = Run(
         name="test",
         max_staleness=changes.pop("max_staleness", 1),
+        algorithm=changes.pop("algorithm", Grpo()),
         buffer=Buffer(durability=changes.pop("durability", "process")),
         rollout=Rollout(group_size=2, max_tokens=16),
         flow=Flow(groups_per_step=2, groups_per_take=1, group_timeout_s=10.0),
@@ -213,5 +217,45 @@ def test_a_resumed_run_replays_and_issues_again(tmp_path: Path) -> None:
         await again.commit(0)
         await again.advance(1)
         assert (await again.take(1, 1, timeout_s=1)).groups == (0,)
+
+    asyncio.run(scenario())
+
+
+def test_a_wider_bound_wakes_admission(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.limit(0)
+        assert [ticket.group for ticket in await buffer.admit(1.0)] == [0, 1]
+        async with asyncio.TaskGroup() as tasks:
+            admitting = tasks.create_task(buffer.admit(timeout_s=60))
+            await settle()
+            assert not admitting.done()
+            await buffer.limit(1)
+        assert [ticket.group for ticket in admitting.result()] == [2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_dynamic_sampling_replaces_a_group_of_equal_rewards_and_a_stall_names_the_drops(tmp_path: Path) -> None:
+    def equal(group: int) -> list[bytes]:
+        return [encode(msgspec.structs.replace(trajectory(group, sample), reward=0.0)) for sample in range(2)]
+
+    async def scenario() -> None:
+        buffer = make(tmp_path, max_staleness=0, algorithm=Grpo(dynamic_sampling=True))
+        await buffer.admit(1.0)
+        async with asyncio.TaskGroup() as tasks:
+            taking = tasks.create_task(buffer.take(1, 2, timeout_s=60))
+            admitting = tasks.create_task(buffer.admit(timeout_s=60))
+            await settle()
+            assert {receipt.status for receipt in await buffer.append(equal(0))} == {"stored"}
+            assert [ticket.group for ticket in await admitting] == [2]
+            assert not taking.done()
+            await fill(buffer, 1)
+        assert taking.result().groups == (1,)
+        await buffer.append(equal(2))
+        with pytest.raises(StallError, match="samples dropped so far: 4 uninformative"):
+            await buffer.take(1, 1, timeout_s=0.0)
+        assert (await buffer.ledger()).balanced
+        assert await buffer.waste() == {"uninformative": 20}
 
     asyncio.run(scenario())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec import inspect
 
-from asyncrl.config import ChainsTask, Checkpoint, Evaluation, JsonlTask, Run, WarmStart
+from asyncrl.config import ChainsTask, Checkpoint, Evaluation, JsonlTask, Run, WarmStart, load
 from asyncrl.engines.settings import FakeEngine, NativeEngine, NoDrafter
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
@@ -34,6 +34,7 @@ REQUIRED = {
     "checkpoint": {"path": "somewhere"},
     "jsonl": {"path": "somewhere"},
     "reasoning_gym": {"dataset": "chain_sum"},
+    "custom": {"function": "package.module:function"},
 }
 
 
@@ -59,7 +60,16 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def literal(value: Any) -> str:
-    return json.dumps(value) if not isinstance(value, str) else f"'{value}'"
+    """In the grammar of overrides, where keys have no quotes."""
+    match value:
+        case str():
+            return f"'{value}'"
+        case list() | tuple():
+            return f"[{', '.join(map(literal, value))}]"
+        case dict():
+            return "{" + ", ".join(f"{key}: {literal(below)}" for key, below in value.items()) + "}"
+        case _:
+            return json.dumps(value)
 
 
 def beside(key: str) -> list[str]:
@@ -312,7 +322,7 @@ def test_plan_shows_what_is_refused(place: Path, capsys: pytest.CaptureFixture[s
 
 def test_plan_config_prints_every_setting(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--config", "seed=5"]) == 0
-    assert msgspec.yaml.decode(capsys.readouterr().out) == msgspec.to_builtins(Run(seed=5))
+    assert load(msgspec.yaml.decode(capsys.readouterr().out)) == Run(seed=5)
 
 
 def test_resume_of_nothing_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

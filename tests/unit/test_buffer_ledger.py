@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.buffer.ledger import Book, Refusal, Terms
-from asyncrl.buffer.records import Admitted, Advanced, Committed, Delivered, Dropped, Stored
+from asyncrl.buffer.records import Admitted, Advanced, Committed, Delivered, Dropped, Limited, Stored
 from asyncrl.types import Slot
 
 
@@ -116,6 +116,70 @@ def test_a_failed_sample_ends_its_group_and_every_slot_has_its_reason() -> None:
     assert book.bytes == 0
 
 
+def test_a_lower_bound_admits_less_and_is_kept_by_the_groups_admitted_under_it() -> None:
+    book = Book(terms(max_staleness=2))
+    book.apply(Limited(1))
+    straggler, *others = [admit(book) for _ in range(4)]
+    assert isinstance(book.admission(0.0), Refusal)
+    for group in others:
+        fill(book, group)
+    assert take(book, 2) == (1, 2)
+    next_step(book)
+    fill(book, admit(book))
+    fill(book, admit(book))
+    # Step 1 is the last one for group 0, although max_staleness alone would let it be passed once more.
+    assert take(book, 2) == (3,)
+    assert book.choice(2).groups == ()
+    fill(book, straggler)
+    assert take(book, 2) == (straggler,)
+
+
+def test_a_bound_that_falls_counts_for_what_is_admitted_next_and_the_old_groups_are_trained_first() -> None:
+    book = Book(terms(max_staleness=2))
+    for _ in range(6):
+        fill(book, admit(book))
+    assert take(book, 2) == (0, 1)
+    book.apply(Limited(0))
+    next_step(book)
+    for step in (1, 2):  # each would be admitted under 2; now the waiting groups have all the places
+        assert isinstance(book.admission(0.0), Refusal)
+        assert take(book, 2) == (2 * step, 2 * step + 1)
+        next_step(book)
+    assert [admit(book), admit(book)] == [6, 7]
+    assert isinstance(book.admission(0.0), Refusal)
+
+
+def test_a_version_that_is_not_published_uses_up_the_bound() -> None:
+    book = Book(terms(max_staleness=1))
+    for step in range(2):
+        while isinstance(event := book.admission(0.0), Admitted):
+            book.apply(event)
+            fill(book, event.group)
+        take(book, 2)
+        book.apply(Committed(step))
+    # Both steps were trained with version 0. Whatever it generates now would be two versions old.
+    refusal = book.admission(0.0)
+    assert isinstance(refusal, Refusal)
+    assert "version 2 is not published" in refusal.reason
+    book.apply(Advanced(2))
+    assert [admit(book) for _ in range(4)] == [4, 5, 6, 7]
+
+
+def test_a_group_of_equal_rewards_is_uninformative_once_it_is_complete() -> None:
+    book = Book(terms(group_size=3, drop_uninformative=True))
+    same, other = admit(book), admit(book)
+    for sample in range(3):
+        assert book.uninformative() == []
+        book.apply(Stored(same, sample, 10, 5, 0, reward=0.5))
+        book.apply(Stored(other, sample, 10, 5, 0, reward=0.5 * (sample == 2)))
+    assert book.uninformative() == [Dropped(same, "uninformative")]
+    book.apply(Dropped(same, "uninformative"))
+    assert book.uninformative() == []
+    assert book.counts().dropped == {"uninformative": 3}
+    assert book.waste == {"uninformative": 15}
+    assert take(book, 2) == (other,)
+
+
 def test_age_is_judged_by_the_real_tokens_at_delivery() -> None:
     book = Book(terms(max_staleness=1))
     fill(book, admit(book))
@@ -220,6 +284,10 @@ class BookMachine(RuleBasedStateMachine):
     def publish(self) -> None:
         self.book.apply(Advanced(self.book.step))
 
+    @rule(bound=st.integers(0, 3))
+    def limit(self, bound: int) -> None:
+        self.book.apply(Limited(min(bound, self.book.terms.max_staleness)))
+
     def end(self, group: int) -> None:
         assert group not in self.ended, "a group ends once"
         self.ended.add(group)
@@ -290,6 +358,39 @@ def test_training_proceeds_whatever_finishes_first(
             break
     assert book.step == 15
     assert len(set(order)) == len(order) == 15 * quota
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    quota=st.integers(1, 4),
+    staleness=st.integers(0, 4),
+    bounds=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=20, max_size=20),
+)
+def test_training_proceeds_under_any_bounds_and_cadence_that_a_controller_may_choose(
+    seed: int, quota: int, staleness: int, bounds: list[tuple[int, int]]
+) -> None:
+    """After each step another bound k and cadence c <= max(1, k): 20 steps are trained, none on too old a group."""
+    rng = random.Random(seed)
+    book = Book(terms(groups_per_step=quota, max_staleness=staleness))
+    for step, (wanted, rarely) in enumerate(bounds):
+        while book.places(step):
+            while isinstance(event := book.admission(0.0), Admitted):
+                book.apply(event)
+            running = [group for group in book.waiting if not book.complete(group)]
+            if running:
+                fill(book, rng.choice(running))
+            choice = book.choice(rng.randint(1, quota))
+            assert running or choice.groups, "nothing runs and nothing can be taken"
+            for group in choice.groups:
+                assert step - book.waiting[group].version <= staleness
+            book.apply(Delivered(step, choice.groups))
+        book.apply(Committed(step))
+        bound = min(wanted, staleness)
+        book.apply(Limited(bound))
+        if step + 1 - book.version >= min(rarely, max(1, bound)):
+            book.apply(Advanced(step + 1))
+        assert book.feasible
 
 
 def test_groups_are_overtaken_in_practice() -> None:

@@ -5,14 +5,26 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.buffer.reader import verify
 from asyncrl.buffer.store import TrajectoryBuffer
+from asyncrl.data.arrow import encode
 from asyncrl.types import Delivery, Slot, Ticket
-from tests.buffers import open_buffer, payload
+from tests.buffers import open_buffer, payload, trajectory
 
-TERMS: dict[str, Any] = {"group_size": 3, "groups_per_step": 3, "max_staleness": 2, "segment_bytes": 4000}
+TERMS: dict[str, Any] = {
+    "group_size": 3,
+    "groups_per_step": 3,
+    "max_staleness": 2,
+    "segment_bytes": 4000,
+    "drop_uninformative": True,
+}
+
+
+def rewarded(group: int, sample: int, reward: float, version: int = 0) -> bytes:
+    return encode(msgspec.structs.replace(trajectory(group, sample, version), reward=reward))
 
 
 Recorded = tuple[int, tuple[int, ...], list[bytes]]
@@ -75,9 +87,12 @@ class World:
                 self.buffer.fail(slot, "reward_error", tokens=2)
                 self.forget(slot.group)
             else:
-                self.buffer.append(payload(slot.group, slot.sample, version=self.version))
+                reward = float(slot.sample if slot.group % 5 else 1)  # every fifth group is uninformative
+                self.buffer.append(rewarded(slot.group, slot.sample, reward, self.version))
         elif choice < 0.9:
             self.trainer.work(max_groups=self.rng.randint(1, 3))
+        elif choice < 0.92:
+            self.buffer.limit(self.rng.randint(0, 2))
         else:
             self.buffer.advance(self.trainer.step)
 
@@ -118,6 +133,7 @@ def run_until_killed(directory: Path, seed: int) -> World:
     while not world.in_flight:
         world.turn()
     assert world.trainer.step >= 3
+    assert world.buffer.ledger().dropped["uninformative"]
     return world
 
 
@@ -159,7 +175,8 @@ def test_what_was_in_flight_is_issued_again_and_the_run_goes_on(tmp_path: Path, 
     step = before.trainer.step - 1
     buffer = open_buffer(killed(tmp_path / "run", tmp_path / "resumed"), restore_step=step, **TERMS)
     after = World(buffer, rng, replay(buffer, step, len(before.recorded(step)), before.version, rng))
-    assert buffer.expire(now=1e9) == (), "the deadlines of the last run do not count"
+    incomplete = {slot.group for slot in before.in_flight}
+    assert incomplete.isdisjoint(buffer.expire(now=1e9)), "the deadlines of the last run do not count"
     assert buffer.status().refusal.startswith("resume: ")
     after.now = 1000.0
     for ticket in buffer.reissue(after.now):
@@ -208,3 +225,47 @@ def test_a_publication_that_the_kill_prevented_is_recorded_after_the_replay(tmp_
     ticket = again.admit(0.0)
     assert isinstance(ticket, Ticket), "engines start with the checkpoint's version"
     assert ticket.version == 1
+
+
+def test_the_admission_bound_survives_a_kill_and_a_replay_keeps_to_the_recorded_one(tmp_path: Path) -> None:
+    buffer = open_buffer(tmp_path / "run", max_staleness=2)
+    for group in range(2):
+        buffer.admit(0.0)
+        buffer.append_many([payload(group, 0), payload(group, 1)])
+    buffer.take(2)
+    buffer.commit(0)
+    buffer.limit(0)
+    buffer.advance(1)
+    again = open_buffer(killed(tmp_path / "run", tmp_path / "resumed"), restore_step=0, max_staleness=2)
+    again.take(2)
+    again.limit(1)  # a controller that begins again must not write into the record
+    again.commit(0)
+    again.limit(1)
+    again.advance(1)
+    assert [isinstance(again.admit(0.0), Ticket) for _ in range(3)] == [True, True, False], "one step of two groups"
+    again.limit(7)
+    assert [isinstance(again.admit(0.0), Ticket) for _ in range(5)] == [True] * 4 + [False], "three steps, not eight"
+
+
+def test_an_uninformative_group_stays_dropped_after_a_kill(tmp_path: Path) -> None:
+    buffer = open_buffer(tmp_path / "run", max_staleness=0, drop_uninformative=True)
+    for group in range(2):
+        buffer.admit(0.0)
+        buffer.append_many([rewarded(group, sample, reward=1.0) for sample in range(2)])
+    assert not isinstance(buffer.admit(0.0), Ticket)
+    pending = killed(tmp_path / "run", tmp_path / "pending")
+    assert buffer.expire(0.0) == (0, 1)
+    ticket = buffer.admit(0.0)
+    assert isinstance(ticket, Ticket)
+    assert ticket.group == 2, "its place is free again"
+    assert buffer.ledger().dropped == {"uninformative": 4}
+    assert buffer.waste() == {"uninformative": 20}
+    again = open_buffer(
+        killed(tmp_path / "run", tmp_path / "resumed"), restore_step=0, max_staleness=0, drop_uninformative=True
+    )
+    assert state(again) == state(buffer)
+    assert buffer.append(rewarded(0, 0, reward=1.0)).status == "dropped"
+    # Killed between the last sample and the drop: the samples say it again.
+    early = open_buffer(pending, restore_step=0, max_staleness=0, drop_uninformative=True)
+    assert early.expire(0.0) == (0, 1)
+    assert early.ledger().dropped == {"uninformative": 4}

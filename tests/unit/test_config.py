@@ -102,5 +102,13 @@ def test_a_wrong_type_anywhere_is_refused_with_its_path(path: str) -> None:
     place = tree
     for key in above:
         place = place[key]
-    place[last] = ["wrong"]
-    assert refusal(tree).startswith(f"{path}=['wrong']: ")
+    wrong = "wrong" if isinstance(place[last], list | tuple) else ["wrong"]
+    place[last] = wrong
+    assert refusal(tree).startswith(f"{path}={wrong}: ")
+
+
+def test_a_wrong_item_of_a_list_is_refused_with_its_place() -> None:
+    rejections = [{"measure": "k3", "over": "mean", "high": 0.01}, {"measure": "k9", "over": "mean", "high": 1}]
+    said = refusal({"correction": {"type": "importance", "reject": rejections}})
+    assert said.startswith("correction.reject[1].measure=k9: invalid enum value")
+    assert "use one of" in said

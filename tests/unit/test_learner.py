@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.settings import Grpo, TokenTis
-from asyncrl.config import Trainer
+from asyncrl.algorithms.settings import Importance
+from asyncrl.config import Run, Trainer
 from asyncrl.errors import CheckpointError
 from asyncrl.models.packed import packed_attention
 from asyncrl.training import checkpoint
@@ -29,7 +29,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _learner(model_path: Path, *, token_budget: int = 4096) -> Learner:
     settings = Trainer(lr=1e-3, token_budget=token_budget, grad_clip=1e9)
-    return Learner(model_path, settings, Grpo(), TokenTis(), temperature=1.0)
+    return Learner(model_path, Run(trainer=settings, correction=Importance(reject=())))
 
 
 def _groups(count: int, seed: int = 0) -> list[Group]:
@@ -217,7 +217,7 @@ def test_checkpoints_are_whole_pruned_and_named_by_step(model_path: Path, tmp_pa
         checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=2)
     (tmp_path / ".step-9.partial").mkdir()  # what a kill in mid-save leaves behind
     assert [step for step, _ in checkpoint.numbered(tmp_path)] == [3, 4]
-    assert Learner(tmp_path / "step-4", Trainer(), Grpo(), TokenTis(), temperature=1.0).version == 0
+    assert Learner(tmp_path / "step-4", Run()).version == 0
 
 
 def test_a_damaged_manifest_names_the_way_out(model_path: Path, tmp_path: Path):

@@ -1,0 +1,21 @@
+"""REINFORCE++ (Hu 2025): the clipped loss with advantages normalised over the step.
+
+    A_t   = sum_{k >= t} (R [k is last] - beta kl_k),  then (A - mean) / std over the step
+    loss  = - min(r_t A_t, clip(r_t) A_t)
+
+Without a penalty in the reward (beta = 0) the advantage is that of the sample, which is what `advantages` gives.
+"""
+
+from collections.abc import Sequence
+
+from asyncrl.algorithms.advantage import Rewards, step_relative
+from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
+from asyncrl.algorithms.settings import ReinforcePp
+
+
+def advantages(settings: ReinforcePp, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return step_relative(rewards, group_baseline=settings.group_baseline)
+
+
+def loss(settings: ReinforcePp, tokens: Tokens) -> Loss:
+    return clipped_loss(tokens.ratio, tokens.advantage_L, settings.clip_low, settings.clip_high)

@@ -1,0 +1,53 @@
+"""Advantages of single tokens: from a critic (PPO), or from a KL penalty inside the reward (REINFORCE++).
+
+rewards -> per token, less the penalty -> generalised advantage estimation -> normalised over the step
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.advantage import gae, whitened
+from asyncrl.algorithms.settings import Algorithm, Ppo
+from asyncrl.training.critic import Critic
+from asyncrl.training.forward import PolicyForward
+from asyncrl.training.packing import PackedBatch
+
+
+class Credit:
+    def __init__(
+        self, algorithm: Algorithm, policy: PolicyForward, reference: PolicyForward | None, critic: Critic | None
+    ) -> None:
+        self._algorithm = algorithm
+        self._policy, self._reference, self._critic = policy, reference, critic
+
+    def assign(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The batches of a whole step with advantages per token; the critic learns its returns on the way."""
+        algorithm = self._algorithm
+        discount, trace = (algorithm.discount, algorithm.trace) if isinstance(algorithm, Ppo) else (1.0, 1.0)
+        advantages: list[Tensor] = []
+        for batch in batches:
+            value_L = self._values(batch)
+            advantages.append(gae(self._rewards(batch), value_L, batch.lengths, discount, trace))
+            if self._critic is not None:
+                self._critic.learn(batch, advantages[-1] + value_L)
+        if advantages and not (isinstance(algorithm, Ppo) and not algorithm.whiten):
+            advantages = whitened(advantages)
+        return [replace(batch, advantage_L=found) for batch, found in zip(batches, advantages, strict=True)]
+
+    @torch.no_grad()
+    def _values(self, batch: PackedBatch) -> Tensor:
+        return torch.zeros_like(batch.advantage_L) if self._critic is None else self._critic.values(batch)
+
+    @torch.no_grad()
+    def _rewards(self, batch: PackedBatch) -> Tensor:
+        """The sample's reward at its last token; a KL penalty at each. `advantage_L` still holds plain rewards."""
+        last_S = torch.tensor(batch.lengths, device=batch.advantage_L.device).cumsum(0) - 1
+        reward_L = torch.zeros_like(batch.advantage_L)
+        reward_L[last_S] = batch.advantage_L[last_S]
+        if self._reference is None or self._algorithm.kl.placement == "loss":
+            return reward_L
+        gap_L = self._policy(batch).logp_L - self._reference(batch).logp_L
+        return reward_L - self._algorithm.kl.coefficient * gap_L

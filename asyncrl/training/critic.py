@@ -1,0 +1,55 @@
+"""The critic of PPO: a model of the policy's shape, started from its weights, that predicts the reward to come."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.algorithms.ppo import critic_loss
+from asyncrl.algorithms.settings import Ppo
+from asyncrl.config import Trainer
+from asyncrl.models.checkpoint import load_model
+from asyncrl.training.forward import predicting_states
+from asyncrl.training.packing import PackedBatch
+
+
+class Critic(nn.Module):
+    """Its head begins at zero, so the first values are 0 and the first advantages the rewards."""
+
+    def __init__(self, model_path: Path, algorithm: Ppo, settings: Trainer, device: torch.device) -> None:
+        super().__init__()
+        self.body, config = load_model(model_path, dtype=torch.float32)
+        self.head = nn.Parameter(torch.zeros(config.hidden_size))
+        self.to(device)
+        self._settings = settings
+        self.optimizer = torch.optim.AdamW(
+            [parameter for parameter in self.parameters() if parameter is not self.body.output_matrix],
+            lr=algorithm.critic_lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self._loss = 0.0
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """Of the state before each sampled token."""
+        return predicting_states(self.body, batch, self._settings) @ self.head
+
+    def learn(self, batch: PackedBatch, return_L: Tensor) -> None:
+        loss = critic_loss(self.values(batch), return_L).sum()
+        loss.backward()
+        self._loss += float(loss.detach())
+
+    def step(self, tokens: int, *, frozen: bool) -> dict[str, float]:
+        """Update from what was learned since the last step, unless the step is skipped."""
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.div_(max(tokens, 1))
+        norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip)) if parameters else 0.0
+        if not frozen and torch.isfinite(torch.tensor(norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        found = {"critic_loss": self._loss / max(tokens, 1), "critic_grad_norm": norm}
+        self._loss = 0.0
+        return found

@@ -1,0 +1,51 @@
+"""Levels beyond which learning is in danger: alarms that are said, and bounds that stop the run.
+
+The alarm levels are those of verl's rollout correction documents. Pure: figures in, words out.
+"""
+
+from collections.abc import Mapping
+
+from asyncrl.config import Sentinel
+from asyncrl.errors import DivergenceError
+from asyncrl.training.report import StepReport
+
+STALER = "lower max_staleness or trainer.lr"
+
+
+def alarms(figures: Mapping[str, float]) -> tuple[str, ...]:
+    """What is out of its range, with the way back."""
+    checks = (
+        (not 0.5 <= figures["rho_mean"] <= 2, "rho_mean", "outside 0.5 to 2: engine and trainer disagree"),
+        (figures["rho_std"] > 1, "rho_std", f"above 1: weights vary too much; {STALER}"),
+        (figures["ess"] < 0.3, "ess", f"below 0.3: most samples hardly count; {STALER}"),
+        (abs(figures["mismatch_kl"]) > 0.1, "mismatch_kl", f"beyond 0.1: far off-policy; {STALER}"),
+        (figures["chi2_token"] > 1, "chi2_token", f"above 1: {STALER}"),
+        (figures["rejected_samples"] > 0.5, "rejected_samples", f"above 0.5: little is left to learn from; {STALER}"),
+    )
+    return tuple(f"{name}={figures[name]:.3g} is {words}" for wrong, name, words in checks if wrong)
+
+
+class Watch:
+    """Stops a run that cannot recover by itself."""
+
+    def __init__(self, settings: Sentinel) -> None:
+        self._settings = settings
+        self._skipped = 0
+
+    def check(self, report: StepReport) -> None:
+        self._skipped = self._skipped + 1 if report.skipped else 0
+        if self._skipped >= self._settings.max_skipped:
+            raise DivergenceError(
+                f"{self._skipped} steps in a row were skipped, the last because {report.fault}; the weights are those "
+                f"of version {report.version - self._skipped}; lower trainer.lr, or look at these samples"
+            )
+        kl, bound = report.figures["mismatch_kl"], self._settings.max_kl
+        if bound and abs(kl) > bound:
+            shares = ", ".join(
+                f"{share.mismatch_kl:.2g} at {share.by} {share.value}" for share in report.shares if share.tokens
+            )
+            raise DivergenceError(
+                f"step {report.version}: mismatch_kl={kl:.3g} is past sentinel.max_kl={bound:g} ({shares}; ess "
+                f"{report.figures['ess']:.2g}). A gap that grows with age is staleness: lower max_staleness or "
+                "trainer.lr; one at age 0 is a difference between engine and trainer: check precision and sampling"
+            )
