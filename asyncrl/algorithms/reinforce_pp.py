@@ -3,17 +3,20 @@
     A_t   = sum_{k >= t} (R [k is last] - beta kl_k),  then (A - mean) / std over the step
     loss  = - min(r_t A_t, clip(r_t) A_t)
 
-Without a penalty in the reward (beta = 0) the advantage is that of the sample, which is what `advantages` gives.
+Without a penalty in the reward (beta = 0) the advantage is that of the sample, which is what `advantages` gives. With
+one it gives the rewards themselves, and what they are worth per token is found in `asyncrl.training.credit`.
 """
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, step_relative
+from asyncrl.algorithms.advantage import Rewards, group_relative, step_relative
 from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
 from asyncrl.algorithms.settings import ReinforcePp
 
 
 def advantages(settings: ReinforcePp, rewards: Sequence[Rewards]) -> list[Rewards]:
+    if settings.kl.coefficient and settings.kl.placement == "reward":
+        return [group_relative(r, normalize_std=False) if settings.group_baseline else r for r in rewards]
     return step_relative(rewards, group_baseline=settings.group_baseline)
 
 

@@ -28,12 +28,17 @@ from asyncrl.algorithms.settings import (
     DrGrpo,
     Grpo,
     Gspo,
+    Kl,
     Overlong,
     Ppo,
     ReinforcePp,
     Rloo,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.training.credit import Credit
+from asyncrl.training.forward import Output, PolicyForward
+from asyncrl.training.packing import PackedBatch, block, pack
+from asyncrl.types import Group, Segment, Slot, Trajectory
 
 LN2, LN3 = math.log(2), math.log(3)
 
@@ -219,6 +224,45 @@ def test_advantages_of_every_algorithm():
         assert module.advantages(settings, rewards)[0].tolist() == centered, module.__name__
     assert rloo.advantages(Rloo(), rewards)[0].tolist() == pytest.approx([-3.0, -1.5, 4.5])
     assert ppo.advantages(Ppo(), rewards)[0].tolist() == [1.0, 2.0, 6.0]  # the critic's business
+
+
+class _Policy(PolicyForward):
+    """Log-probabilities that are known, in place of a model's."""
+
+    def __init__(self, logp_L: Tensor) -> None:
+        self._logp_L = logp_L
+
+    def __call__(self, batch: PackedBatch, *, entropy: bool = False) -> Output:
+        return Output(self._logp_L)
+
+
+def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
+    """REINFORCE++ with beta = 1/2, rewards 1 and 0 and log pi - log ref = 0.2, 0.4 and -0.6.
+
+    Rewards per token: -0.1, 1 - 0.2 and 0 + 0.3. Still to come: 0.7, 0.8 and 0.3, with mean 0.6 and variance
+    (0.1^2 + 0.2^2 + 0.3^2) / 3 = 0.14 / 3.
+    """
+    settings = ReinforcePp(kl=Kl(coefficient=0.5, placement="reward"))
+    (found,) = reinforce_pp.advantages(settings, [np.array([1.0, 0.0])])
+    prompt = Segment.given([3, 4])
+    trajectories = tuple(
+        Trajectory(
+            slot=Slot(0, sample),
+            prompt="p",
+            segments=(prompt, Segment.sampled(tokens, [-1.0] * len(tokens), 0)),
+            reward=1.0 - sample,
+            finish="stop",
+            started=0.0,
+            finished=1.0,
+            engine="e",
+        )
+        for sample, tokens in enumerate(([5, 6], [7]))
+    )
+    (batch,) = pack([block(Group(id=0, trajectories=trajectories), found.tolist())], 100)
+    policy, reference = (_Policy(_tensor(*logp)) for logp in ((-1.0, -1.0, -2.0), (-1.2, -1.4, -1.4)))
+    (credited,) = Credit(settings, policy, reference, None).assign([batch])
+    scale = math.sqrt(0.14 / 3) + EPSILON
+    assert credited.advantage_L.tolist() == pytest.approx([0.1 / scale, 0.2 / scale, -0.3 / scale], rel=1e-5)
 
 
 def test_only_advantages_over_the_step_wait_for_all_of_it():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.settings import Grpo, Importance, Kl, Ppo, ReinforcePp
+from asyncrl.algorithms.settings import CustomAlgorithm, CustomCorrection, Grpo, Importance, Kl, Ppo, ReinforcePp
 from asyncrl.config import Run, Sentinel, Trainer
-from asyncrl.errors import DivergenceError
+from asyncrl.errors import ConfigError, DivergenceError
 from asyncrl.training import checkpoint
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.learner import Learner
@@ -222,3 +222,28 @@ def test_alarms_sound_at_the_documented_levels() -> None:
     for name, value in beyond.items():
         (text,) = alarms(quiet | {name: value})
         assert text.startswith(f"{name}={value:.3g} is ")
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loss.py"
+
+
+def test_the_example_of_an_own_loss_and_correction_trains(model_path: Path) -> None:
+    run = Run(
+        trainer=Trainer(lr=1e-3),
+        algorithm=CustomAlgorithm(function=f"{EXAMPLE}:loss"),
+        correction=CustomCorrection(function=f"{EXAMPLE}:weights"),
+    )
+    learner, plain = Learner(model_path, run), make(model_path, Grpo())
+    (batch,) = pack([block(group, [0.0] * 4) for group in groups(3)], 10_000)
+    with torch.no_grad():
+        rho = (plain.token_logprobs(batch) - batch.behaviour_logp_L).exp()
+    learner.accumulate(groups(3))
+    found = learner.step()
+    assert found.figures["rho_mean"] == pytest.approx(float(rho.mean()), rel=1e-3)
+    assert found.grad_norm > 0
+
+
+@pytest.mark.parametrize("function", ["no_such_module:loss", f"{EXAMPLE}:nothing", "no/such/file.py:loss"])
+def test_a_function_that_cannot_be_loaded_is_refused(model_path: Path, function: str) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.function=.*cannot be used"):
+        make(model_path, CustomAlgorithm(function=function))
