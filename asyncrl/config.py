@@ -5,39 +5,17 @@ settings that could disagree.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
-from asyncrl.algorithms.settings import (
-    AboveZero,
-    Algorithm,
-    Correction,
-    Grpo,
-    Importance,
-    NonNegative,
-    Ppo,
-    ReinforcePp,
-)
-from asyncrl.engines.settings import (
-    DrafterSettings,
-    EngineSettings,
-    NativeEngine,
-    Natural,
-    NoDrafter,
-    Positive,
-    VllmEngine,
-)
+from asyncrl.algorithms.settings import Algorithm, Correction, Grpo, Importance, Ppo, ReinforcePp
+from asyncrl.engines.settings import DrafterSettings, EngineSettings, NativeEngine, NoDrafter, VllmEngine
 from asyncrl.errors import ConfigError
 from asyncrl.flow.settings import FixedStaleness, StalenessControl
 from asyncrl.refusals import explain, unknown_keys
-
-Probability = Annotated[float, Meta(gt=0, le=1)]
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every settings struct."""
+from asyncrl.settings import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.tasks.settings import ChainsTask, ReasoningGymTask, TaskSettings
 
 
 class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
@@ -57,50 +35,11 @@ class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
     steps: Positive = 800
     batch_tokens: Positive = 400
     lr: AboveZero = 3e-3
-    noise: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    noise: Fraction = 0.2
     """Chance that a worked step of the examples is wrong."""
 
 
 ModelSource = Checkpoint | WarmStart
-
-
-class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
-    """Chains of small additions with labels; sizes are drawn long-tailed."""
-
-    median_size: Annotated[int, Meta(ge=2, le=25)] = 3
-    """Number of operations of the middle problem."""
-    max_size: Annotated[int, Meta(ge=2, le=25)] = 16
-    """There is one letter for each label, and the first is the start's."""
-    size_spread: NonNegative = 0.7
-    """Spread of the log-normal size distribution."""
-
-    def __post_init__(self) -> None:
-        if self.median_size > self.max_size:
-            raise ValueError(f"median_size={self.median_size} is more than max_size={self.max_size}")
-
-
-class JsonlTask(Settings, frozen=True, tag_field="type", tag="jsonl"):
-    """Prompts from a JSON-lines file with the fields `prompt` and, optionally, `answer`."""
-
-    path: str
-    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """Share of the file kept for evaluation."""
-
-
-class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_gym"):
-    """Questions of a reasoning-gym dataset, which also judges the answers; needs the extra `reasoning`."""
-
-    dataset: str
-    """Its name in reasoning-gym, such as `chain_sum`."""
-    options: dict[str, Any] = {}
-    """Settings of the generator, such as {max_terms: 3}."""
-    instruction: str = "Give your final answer between <answer> and </answer>."
-    """Added to every question on a line of its own."""
-    examples: Natural = 0
-    """Solved questions shown before each one, as earlier turns of the chat."""
-
-
-TaskSettings = ChainsTask | JsonlTask | ReasoningGymTask
 
 
 class Reward(Settings, frozen=True):
@@ -265,6 +204,7 @@ def check(run: Run) -> None:
             f"algorithm.kl.placement=reward is not for algorithm={run.algorithm.__struct_config__.tag}; use "
             "algorithm.kl.placement=loss, or algorithm=ppo or reinforce_pp"
         )
+    _check_normalized_weights(run)
     if run.rollout.precision.startswith("fp8"):
         raise ConfigError(
             f"rollout.precision={run.rollout.precision} is not available yet; use rollout.precision=fp32 or bf16"
@@ -285,3 +225,15 @@ def check(run: Run) -> None:
         )
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
+
+
+def _check_normalized_weights(run: Run) -> None:
+    """The mean weight divides the whole gradient at the step's end, so nothing unweighted may be in it."""
+    normalized = isinstance(run.correction, Importance) and run.correction.batch_normalize
+    if normalized and (
+        run.algorithm.entropy or (run.algorithm.kl.coefficient and run.algorithm.kl.placement == "loss")
+    ):
+        raise ConfigError(
+            "correction.batch_normalize=true does not go with algorithm.entropy or a KL penalty in the loss, which "
+            "have no weights; turn one of them off"
+        )

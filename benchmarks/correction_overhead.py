@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config import ChainsTask, Run, Trainer, WarmStart
+from asyncrl.config import Run, Trainer, WarmStart
+from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training import learner as learning
 from asyncrl.training.learner import Learner
 from asyncrl.training.warm_start import make_model

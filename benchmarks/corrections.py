@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from asyncrl.config import ChainsTask, WarmStart
+from asyncrl.config import WarmStart
+from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 
 PRESETS = Path(__file__).parents[1] / "configs" / "correction"

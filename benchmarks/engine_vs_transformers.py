@@ -22,9 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from asyncrl.config import ChainsTask, WarmStart
+from asyncrl.config import WarmStart
 from asyncrl.engines.native.engine import NativeEngine
 from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Request, Sampling
 

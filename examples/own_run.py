@@ -8,7 +8,8 @@ The file is its own reward: the run names the function below, and it is called i
 import sys
 from pathlib import Path
 
-from asyncrl.config import Checkpoint, Evaluation, Flow, JsonlTask, Reward, Rollout, Run, Trainer
+from asyncrl.config import Checkpoint, Evaluation, Flow, Reward, Rollout, Run, Trainer
+from asyncrl.tasks.settings import JsonlTask
 from pipelines.train import train
 
 

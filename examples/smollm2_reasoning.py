@@ -7,8 +7,9 @@ How to get the model and what to expect: docs/recipe-smollm2.md.
 
 import sys
 
-from asyncrl.config import Checkpoint, Evaluation, Flow, ReasoningGymTask, Reward, Rollout, Run, Trainer
+from asyncrl.config import Checkpoint, Evaluation, Flow, Reward, Rollout, Run, Trainer
 from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.tasks.settings import ReasoningGymTask
 from pipelines.train import train
 
 

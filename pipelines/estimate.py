@@ -5,13 +5,14 @@ from random import Random
 
 import msgspec
 
-from asyncrl.config import ChainsTask, Checkpoint, Run, WarmStart
+from asyncrl.config import Checkpoint, Run, WarmStart
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.devices import has_gpu
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.tasks.base import Split, make_task
 from asyncrl.tasks.chains import CHARACTERS, draw_chain
+from asyncrl.tasks.settings import ChainsTask
 from asyncrl.types import Prompt
 
 FLOAT = 4

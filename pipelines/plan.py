@@ -9,12 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import ChainsTask, Checkpoint, Run, WarmStart, check
+from asyncrl.config import Checkpoint, Run, WarmStart, check
 from asyncrl.devices import has_avx512, has_gpu
 from asyncrl.engines.settings import FakeEngine, VllmEngine
 from asyncrl.engines.vllm import versions
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.rewards.pool import check_function
+from asyncrl.tasks.settings import ChainsTask
 from pipelines.estimate import Needs, longest_prompt, model_config, needs
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -3,21 +3,12 @@
 Kept apart from the losses so that reading a config imports no torch.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
-from msgspec import Meta
-
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-NonNegative = Annotated[float, Meta(ge=0)]
-AboveZero = Annotated[float, Meta(gt=0)]
+from asyncrl.settings import AboveZero, Fraction, Natural, NonNegative, Settings
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every settings struct here."""
-
-
-class Kl(Part, frozen=True):
+class Kl(Settings, frozen=True):
     """A penalty for leaving the reference, which is the model the run started from."""
 
     coefficient: NonNegative = 0.0
@@ -26,7 +17,7 @@ class Kl(Part, frozen=True):
     """Added to the loss, or taken from each token's reward (ppo and reinforce_pp, always with k1)."""
 
 
-class Overlong(Part, frozen=True):
+class Overlong(Settings, frozen=True):
     """Soft punishment of answers that come close to `rollout.max_tokens` (DAPO)."""
 
     penalty: NonNegative = 0.0
@@ -35,7 +26,7 @@ class Overlong(Part, frozen=True):
     """Share of `rollout.max_tokens`, counted from the end, over which the penalty grows from 0."""
 
 
-class AlgorithmBase(Part, frozen=True, tag_field="type"):
+class AlgorithmBase(Settings, frozen=True, tag_field="type"):
     """The parts that every algorithm is put together from."""
 
     aggregation: Literal["token", "sequence", "constant"] = "token"
@@ -98,7 +89,7 @@ class Ppo(Clipped, frozen=True, tag="ppo"):
     whiten: bool = True
     """Normalise advantages over the step."""
     critic_lr: AboveZero = 1e-5
-    critic_warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    critic_warmup_steps: Natural = 0
     """First steps that train the critic alone."""
 
 
@@ -128,7 +119,7 @@ class CustomAlgorithm(AlgorithmBase, frozen=True, kw_only=True, tag="custom"):
     normalize_std: bool = True
 
 
-class Reject(Part, frozen=True):
+class Reject(Settings, frozen=True):
     """Samples or tokens outside the bounds are not learned from. rho = pi/mu, and bounds are always those of what
     `measure` names: nothing is inverted."""
 
@@ -141,7 +132,7 @@ class Reject(Part, frozen=True):
     low: NonNegative = 0.0
 
 
-class Importance(Part, frozen=True, tag_field="type", tag="importance"):
+class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
     """Importance weights and rejection. The default truncates token weights at 2 and rejects samples by K3."""
 
     proximal: Literal["trainer", "behaviour", "interpolated"] = "trainer"
@@ -154,13 +145,13 @@ class Importance(Part, frozen=True, tag_field="type", tag="importance"):
     outside: Literal["truncate", "mask"] = "truncate"
     """A weight beyond floor or cap becomes that bound, or 0."""
     batch_normalize: bool = False
-    """Divide the weights by their mean over the step."""
+    """Divide the weights by their mean over the step's tokens that are learned from."""
     reject: tuple[Reject, ...] = (Reject(measure="k3", over="mean", high=0.01),)
     veto: Fraction = 0.0
     """Reject a sample if any token's rho is below this; 0 turns it off."""
 
 
-class CustomCorrection(Part, frozen=True, tag_field="type", tag="custom"):
+class CustomCorrection(Settings, frozen=True, tag_field="type", tag="custom"):
     """A correction of your own."""
 
     function: str

@@ -1,21 +1,11 @@
 """What an engine and its drafter can be set to. Kept apart from the engines so that reading a config imports none."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
-from msgspec import Meta
-
-Positive = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(gt=0, le=1)]
+from asyncrl.settings import AboveZero, Natural, NonNegative, Positive, Probability, Settings
 
 
-class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
-
-
-class NativeEngine(_Settings, frozen=True, kw_only=True, tag="native"):
+class NativeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="native"):
     """Our own torch engine, embedded in the rollout actor."""
 
     max_batch: Positive = 128
@@ -28,7 +18,7 @@ class NativeEngine(_Settings, frozen=True, kw_only=True, tag="native"):
     """torch threads of one rollout actor on CPU."""
 
 
-class VllmEngine(_Settings, frozen=True, kw_only=True, tag="vllm"):
+class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vllm"):
     """vLLM's AsyncLLM inside the rollout actor; needs the extra `vllm`."""
 
     max_batch: Positive = 256
@@ -37,7 +27,7 @@ class VllmEngine(_Settings, frozen=True, kw_only=True, tag="vllm"):
     """Longest prompt plus answer, in tokens."""
     prefill_chunk: Positive = 8192
     """Tokens computed per step, prompts and decoding rows together."""
-    memory: Share = 0.45
+    memory: Probability = 0.45
     """Share of a GPU's memory for weights and KV cache; the trainer takes the rest when both share a card."""
     cpu_cache_gib: Positive = 1
     """KV cache on a CPU, in GiB."""
@@ -54,11 +44,11 @@ class VllmEngine(_Settings, frozen=True, kw_only=True, tag="vllm"):
     """`fp8` quantizes the weights as they are loaded; needs a GPU."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Number format of the KV cache; `auto` is that of the weights."""
-    start_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    start_timeout_s: AboveZero = 600.0
     """Time to load the model, compile and capture graphs."""
 
 
-class FakeEngine(_Settings, frozen=True, kw_only=True, tag="fake"):
+class FakeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="fake"):
     """Deterministic engine without a model: scripted lengths and delays, for tests and simulation."""
 
     median_tokens: Positive = 16
@@ -72,11 +62,11 @@ class FakeEngine(_Settings, frozen=True, kw_only=True, tag="fake"):
 EngineSettings = NativeEngine | VllmEngine | FakeEngine
 
 
-class NoDrafter(_Settings, frozen=True, kw_only=True, tag="none"):
+class NoDrafter(Settings, frozen=True, kw_only=True, tag_field="type", tag="none"):
     """Plain decoding, one token per step."""
 
 
-class _Drafting(_Settings, frozen=True, kw_only=True):
+class _Drafting(Settings, frozen=True, kw_only=True, tag_field="type"):
     tokens: Positive = 3
     """Tokens drafted per step."""
     by_batch: tuple[tuple[Positive, Positive, Natural], ...] = ()

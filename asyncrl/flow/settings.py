@@ -1,22 +1,13 @@
 """How far generation may run ahead of training: as far as `max_staleness` always, or as a figure in a band allows."""
 
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
-
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-NonNegative = Annotated[float, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+from asyncrl.settings import Fraction, NonNegative, Positive, Settings
 
 
-class FixedStaleness(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="fixed"
-):
+class FixedStaleness(Settings, frozen=True, kw_only=True, tag_field="type", tag="fixed"):
     """The bound is `max_staleness`, and every optimizer step is published."""
 
 
-class EssBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="ess"):
+class EssBand(Settings, frozen=True, kw_only=True, tag_field="type", tag="ess"):
     """Hold the effective sample size of pi / mu between `low` and `high`."""
 
     low: Fraction = 0.90
@@ -30,7 +21,7 @@ class EssBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         _check_band(self.low, self.high)
 
 
-class KlBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="kl"):
+class KlBand(Settings, frozen=True, kw_only=True, tag_field="type", tag="kl"):
     """Hold the mismatch KL, `log mu - log pi` per token, between `low` and `high`.
 
     The defaults are those of the ESS band: for a normal log-ratio of variance s, KL = s / 2 and ESS = exp(-s).

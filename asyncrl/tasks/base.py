@@ -3,7 +3,7 @@
 from typing import Literal, Protocol
 from zlib import crc32
 
-from asyncrl.config import ChainsTask, JsonlTask, ReasoningGymTask, TaskSettings
+from asyncrl.tasks.settings import ChainsTask, JsonlTask, ReasoningGymTask, TaskSettings
 from asyncrl.types import Prompt
 
 Split = Literal["train", "held_out"]

@@ -8,9 +8,9 @@ from random import Random
 
 import msgspec
 
-from asyncrl.config import JsonlTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.base import Split
+from asyncrl.tasks.settings import JsonlTask
 from asyncrl.types import Prompt
 
 

@@ -17,7 +17,7 @@ from asyncrl.algorithms import penalties, registry
 from asyncrl.algorithms.advantage import Rewards, overlong_penalty
 from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Corrected, correct, log_ratio
-from asyncrl.algorithms.settings import Importance, Ppo
+from asyncrl.algorithms.settings import CustomAlgorithm, Importance, Ppo
 from asyncrl.config import Run
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
@@ -81,7 +81,7 @@ class Learner:
 
     def _learn(self, groups: Sequence[Group]) -> None:
         batches = [batch.to(self.device) for batch in pack(self._blocks(groups), self._settings.token_budget)]
-        if self.critic is not None or self._algorithm.kl.placement == "reward":
+        if self.critic is not None or (self._algorithm.kl.placement == "reward" and self._algorithm.kl.coefficient):
             credit = Credit(self._algorithm, self._policy, self._reference, self.critic)
             batches = credit.assign(batches)
         train_policy = not isinstance(self._algorithm, Ppo) or self.version >= self._algorithm.critic_warmup_steps
@@ -92,10 +92,15 @@ class Learner:
         rewards = [self._rewards(group) for group in groups]
         advantages = self._entry.advantages(self._algorithm, rewards)
         blocks = [block(group, found.tolist()) for group, found in zip(groups, advantages, strict=True)]
-        if self.critic is not None or self._algorithm.kl.coefficient or self._algorithm.entropy:
+        if self._learns_from_everything():
             return blocks
         # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
         return [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
+
+    def _learns_from_everything(self) -> bool:
+        """Whether a group can matter although its rewards are all equal."""
+        algorithm = self._algorithm
+        return isinstance(algorithm, Ppo | CustomAlgorithm) or bool(algorithm.kl.coefficient or algorithm.entropy)
 
     def _rewards(self, group: Group) -> Rewards:
         lengths = np.array([t.sampled_tokens for t in group.trajectories])
@@ -173,8 +178,7 @@ class Learner:
 
     def _gradient(self) -> float:
         """Turn the sum into a mean, clip it, and return its norm."""
-        weight = self._sums["weight"] / max(self._sums["kept"], 1.0) if "weight" in self._sums else 1.0
-        denominator = self._denominator() * (weight or 1.0)
+        denominator = self._denominator()
         parameters = list(self.model.parameters())
         for parameter in parameters:
             if parameter.grad is None:  # every advantage was 0: Adam still moves by its momentum, as one batch would
@@ -182,8 +186,10 @@ class Learner:
             parameter.grad.div_(denominator)
         return float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip))
 
-    def _denominator(self) -> int:
-        return max(self._tokens if self._algorithm.aggregation == "token" else self._samples, 1)
+    def _denominator(self) -> float:
+        """Tokens or samples of the step; with `batch_normalize` times the mean weight of what was kept."""
+        weight = self._sums["weight"] / max(self._sums["kept"], 1.0) if "weight" in self._sums else 1.0
+        return max(self._tokens if self._algorithm.aggregation == "token" else self._samples, 1) * (weight or 1.0)
 
     def _report(self, norm: float) -> StepReport:
         found = figures(self._observed)

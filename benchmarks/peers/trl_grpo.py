@@ -25,9 +25,9 @@ def trl_samples_per_second(model: Path, steps: int) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from asyncrl.config import ChainsTask
     from asyncrl.tasks.base import make_task
     from asyncrl.tasks.chains import reward
+    from asyncrl.tasks.settings import ChainsTask
 
     task = make_task(ChainsTask(), 0)
     prompts = [task.prompt("train", index) for index in range((steps + 1) * GROUPS_PER_STEP)]

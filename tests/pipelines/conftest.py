@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import ChainsTask, WarmStart
+from asyncrl.config import WarmStart
+from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from msgspec import inspect
 
-from asyncrl.config import ChainsTask, Checkpoint, Evaluation, JsonlTask, Run, WarmStart, load
+from asyncrl.config import Checkpoint, Evaluation, Run, WarmStart, load
 from asyncrl.engines.settings import FakeEngine, NativeEngine, NoDrafter
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
+from asyncrl.tasks.settings import ChainsTask, JsonlTask
 from pipelines import cli, estimate
 from pipelines.compose import CONFIGS, compose, from_yaml, to_yaml
 from pipelines.plan import preflight, problems

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import ChainsTask
 from asyncrl.tasks.base import make_task
 from asyncrl.tasks.chains import CHARACTERS, Chain, Chains, graded_reward, reward
+from asyncrl.tasks.settings import ChainsTask
 
 PROMPT, ANSWER = "a3b+2c-1=", "a3b+25c-14$"
 indices = st.integers(0, 10**9)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import JsonlTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.base import make_task
 from asyncrl.tasks.jsonl import Jsonl
+from asyncrl.tasks.settings import JsonlTask
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> JsonlTask:

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import ReasoningGymTask, load
+from asyncrl.config import load
 from asyncrl.errors import ConfigError, MissingDependencyError
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.worker import judge
 from asyncrl.tasks import reasoning_gym
 from asyncrl.tasks.base import Split, make_task
 from asyncrl.tasks.reasoning_gym import graded_reward, reward
+from asyncrl.tasks.settings import ReasoningGymTask
 
 SUMS = ReasoningGymTask(dataset="chain_sum", options={"max_terms": 2, "max_digits": 1})
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from asyncrl.config import ChainsTask
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer, save_character_tokenizer
 from asyncrl.errors import CheckpointError
 from asyncrl.tasks.chains import CHARACTERS, END, Chains
+from asyncrl.tasks.settings import ChainsTask
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import ChainsTask, JsonlTask, WarmStart
+from asyncrl.config import WarmStart
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer, save_character_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.models.checkpoint import load_model, random_model
 from asyncrl.models.packed import packed_attention
 from asyncrl.tasks.chains import CHARACTERS, END, Chain, Chains, reward
+from asyncrl.tasks.settings import ChainsTask, JsonlTask
 from asyncrl.training.warm_start import Examples, make_model, noisy_values
 
 SHORT = WarmStart(hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=48, steps=10, batch_tokens=200)

@@ -1,0 +1,47 @@
+"""Where prompts come from."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.settings import Natural, NonNegative, Settings
+
+
+class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
+    """Chains of small additions with labels; sizes are drawn long-tailed."""
+
+    median_size: Annotated[int, Meta(ge=2, le=25)] = 3
+    """Number of operations of the middle problem."""
+    max_size: Annotated[int, Meta(ge=2, le=25)] = 16
+    """There is one letter for each label, and the first is the start's."""
+    size_spread: NonNegative = 0.7
+    """Spread of the log-normal size distribution."""
+
+    def __post_init__(self) -> None:
+        if self.median_size > self.max_size:
+            raise ValueError(f"median_size={self.median_size} is more than max_size={self.max_size}")
+
+
+class JsonlTask(Settings, frozen=True, tag_field="type", tag="jsonl"):
+    """Prompts from a JSON-lines file with the fields `prompt` and, optionally, `answer`."""
+
+    path: str
+    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Share of the file kept for evaluation."""
+
+
+class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_gym"):
+    """Questions of a reasoning-gym dataset, which also judges the answers; needs the extra `reasoning`."""
+
+    dataset: str
+    """Its name in reasoning-gym, such as `chain_sum`."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Settings of the generator, such as {max_terms: 3}."""
+    instruction: str = "Give your final answer between <answer> and </answer>."
+    """Added to every question on a line of its own."""
+    examples: Natural = 0
+    """Solved questions shown before each one, as earlier turns of the chat."""
+
+
+TaskSettings = ChainsTask | JsonlTask | ReasoningGymTask
