@@ -5,6 +5,7 @@ from random import Random
 
 import msgspec
 
+from asyncrl.algorithms.settings import Ppo
 from asyncrl.config import Checkpoint, Run, WarmStart
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.devices import has_gpu
@@ -119,16 +120,18 @@ def needs(run: Run, model: ModelConfig, longest: int) -> Needs:
     # their log-softmax and its gradient.
     layer = 10 * model.hidden_size + 4 * model.intermediate_size
     kv_token = 2 * model.layers * model.kv_heads * model.head_dim * item
+    trained = 2 if isinstance(run.algorithm, Ppo) else 1  # the policy, and the critic of the same size
+    reference = count * FLOAT if run.algorithm.kl.coefficient else 0
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     return Needs(
         parameters=count,
         published=count * FLOAT,
-        optimizer=count * MASTER,
+        optimizer=trained * count * MASTER + reference,
         activations=batch * FLOAT * (model.layers * layer + 3 * model.vocabulary),
         engine_weights=0 if isinstance(run.engine, FakeEngine) else count * item,
         kv_cache=_kv_cache(run.engine, rows * longest * kv_token),
         trajectories=run.samples_per_step * (longest * TOKEN + ROW),
-        checkpoint=count * SAVED,
+        checkpoint=trained * count * SAVED,
     )
 
 

@@ -3,17 +3,20 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.algorithms.settings import CustomAlgorithm, CustomCorrection
 from asyncrl.config import Checkpoint, Run, WarmStart, check
 from asyncrl.devices import has_avx512, has_gpu
 from asyncrl.engines.settings import FakeEngine, VllmEngine
 from asyncrl.engines.vllm import versions
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, MissingDependencyError
+from asyncrl.functions import load_function
 from asyncrl.rewards.pool import check_function
 from asyncrl.tasks.settings import ChainsTask
 from pipelines.estimate import Needs, longest_prompt, model_config, needs
@@ -34,7 +37,7 @@ def preflight(run: Run) -> None:
 
 def problems(run: Run) -> list[str]:
     """A sentence for each thing that stands in the way, with the way out; empty when nothing does."""
-    return [*_place(run), *_cluster(run), *_engine(run), *_reward(run), *_model(run)]
+    return [*_place(run), *_cluster(run), *_engine(run), *_functions(run), *_model(run)]
 
 
 def _place(run: Run) -> Iterator[str]:
@@ -67,11 +70,17 @@ def _engine(run: Run) -> Iterator[str]:
         yield f"engine.tensor_parallel={run.engine.tensor_parallel} needs as many GPUs, and there is none here"
 
 
-def _reward(run: Run) -> Iterator[str]:
-    try:
-        check_function(run.reward)
-    except ConfigError as error:
-        yield str(error)
+def _functions(run: Run) -> Iterator[str]:
+    """Functions of the user's that cannot be loaded."""
+    checks: list[Callable[[], object]] = [lambda: check_function(run.reward)]
+    for field, part in (("algorithm.function", run.algorithm), ("correction.function", run.correction)):
+        if isinstance(part, CustomAlgorithm | CustomCorrection):
+            checks.append(partial(load_function, part.function, field))
+    for find in checks:
+        try:
+            find()
+        except ConfigError as error:
+            yield str(error)
 
 
 def _model(run: Run) -> Iterator[str]:

@@ -22,6 +22,7 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.tasks.settings import ChainsTask, JsonlTask
 from pipelines import cli, estimate
 from pipelines.compose import CONFIGS, compose, from_yaml, to_yaml
+from pipelines.estimate import model_config, needs
 from pipelines.plan import preflight, problems
 
 UNIONS = {
@@ -345,3 +346,23 @@ def test_model_paths_may_start_at_home(place: Path, monkeypatch: pytest.MonkeyPa
     (place / "model" / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen3"}))
     run = Run(model=Checkpoint(path="~/model"), engine=NativeEngine())
     assert estimate.model_config(run).hidden_size == 24
+
+
+def test_functions_of_the_users_own_are_loaded_before_anything_starts(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "algorithm=custom", "algorithm.function=nothing.py:loss", "task.max_size=4"]) == 2
+    assert "algorithm.function=nothing.py:loss cannot be used (FileNotFoundError" in capsys.readouterr().err
+    example = Path(__file__).parents[2] / "examples" / "own_loss.py"
+    own = [f"algorithm.function={example}:loss", "correction=custom", f"correction.function={example}:weights"]
+    assert cli.main(["plan", "algorithm=custom", *own]) == 0
+
+
+def test_a_critic_and_a_reference_need_their_memory() -> None:
+    plain, critic, reference = (
+        needs(run, model_config(run), 100)
+        for run in (compose([]), compose(["algorithm=ppo"]), compose(["algorithm.kl.coefficient=0.1"]))
+    )
+    assert critic.optimizer == 2 * plain.optimizer
+    assert critic.checkpoint == 2 * plain.checkpoint
+    assert reference.optimizer == plain.optimizer + 4 * plain.parameters

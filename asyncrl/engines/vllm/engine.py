@@ -6,6 +6,8 @@ our own (worker.py), prefix cache salts, stat loggers. vLLM runs its model in a 
 
 import asyncio
 import gc
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal, cast
 
@@ -28,6 +30,8 @@ from asyncrl.types import EngineStats, Finish, Request, Segment, WeightAck, Weig
 
 QUIET_TURNS = 10
 """Turns of the event loop without a new token after which, in a paused engine, none is on its way any more."""
+END_TIMEOUT_S = 10.0
+"""For vLLM's processes to end after its shutdown."""
 FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -60,6 +64,7 @@ class VllmEngine(RequestSide[_Job]):
         self._args = engine_args(model_path, self._settings, drafter, precision)
         self._counters = Counters()
         self._llm: AsyncLLM | None = None
+        self._processes: list[BaseProcess] = []
         self._pumps: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
         self._paused = False
@@ -68,6 +73,7 @@ class VllmEngine(RequestSide[_Job]):
     async def start(self) -> None:
         if self._llm is not None:
             raise EngineError(f"engine {self.name} was started before; make a new one")
+        others = active_children()
         # It blocks this loop on purpose: nothing can be served before, and vLLM has its own limit for the start.
         try:
             self._llm = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._counters.logger])
@@ -76,6 +82,7 @@ class VllmEngine(RequestSide[_Job]):
                 f"engine {self.name} did not start: {error}; vLLM printed the cause above, and VLLM_LOGGING_LEVEL=INFO "
                 f"makes it print more"
             ) from error
+        self._processes = [process for process in active_children() if process not in others]
         gc.freeze()  # vLLM's modules stay; a full collection over them would stop every stream for 0.3 to 0.5 s
         self._refusal = ""
 
@@ -174,6 +181,9 @@ class VllmEngine(RequestSide[_Job]):
         if self._pumps:
             await asyncio.wait(self._pumps, timeout=10)
         await asyncio.to_thread(llm.shutdown)
+        for process in self._processes:  # vLLM ends them, but leaves them as zombies until somebody looks
+            await asyncio.to_thread(process.join, END_TIMEOUT_S)
+        gc.unfreeze()
 
     def _serving(self) -> AsyncLLM:
         if self._llm is None:
