@@ -29,6 +29,8 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
+    log_rho_L: Tensor
+    """log pi / mu of each token, bounded; before any truncation."""
     proximal_logp_L: Tensor
     weight_L: Tensor
     """0 where rejected."""
@@ -47,13 +49,14 @@ def correct(settings: Correction, logp_L: Tensor, behaviour_logp_L: Tensor, samp
     log_rho_L = log_ratio(logp_L, behaviour_logp_L)
     if isinstance(settings, CustomCorrection):
         weight_L = load_function(settings.function, "correction.function")(log_rho_L, samples)
-        return Corrected(logp_L.detach(), weight_L, weight_L != 0, torch.zeros_like(weight_L, dtype=torch.bool))
+        truncated_L = torch.zeros_like(weight_L, dtype=torch.bool)
+        return Corrected(log_rho_L, logp_L.detach(), weight_L, weight_L != 0, truncated_L)
     proximal_logp_L, log_weight_L = _split(settings, logp_L.detach(), behaviour_logp_L, log_rho_L, samples)
     weight_L, truncated_L = _weights(settings, log_weight_L, samples)
     kept_L = _kept(settings, log_rho_L, samples)
     if settings.outside == "mask":
         kept_L = kept_L & ~truncated_L
-    return Corrected(proximal_logp_L, weight_L * kept_L, kept_L, truncated_L)
+    return Corrected(log_rho_L, proximal_logp_L, weight_L * kept_L, kept_L, truncated_L)
 
 
 def _split(

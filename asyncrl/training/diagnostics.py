@@ -50,8 +50,8 @@ class Observed:
     precisions: list[str]
 
     @classmethod
-    def of(cls, log_rho_L: Tensor, corrected: Corrected, samples: Samples, precisions: list[str]) -> "Observed":
-        rejected_L = (~corrected.kept_L).float()
+    def of(cls, corrected: Corrected, samples: Samples, precisions: list[str]) -> "Observed":
+        log_rho_L, rejected_L = corrected.log_rho_L, (~corrected.kept_L).float()
         return cls(
             torch.stack([log_rho_L, samples.age_L.float(), corrected.truncated_L.float(), rejected_L]),
             torch.stack([samples.sum(log_rho_L), samples.lengths.float(), samples.mean(rejected_L)]),

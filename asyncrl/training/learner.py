@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncrl.algorithms import penalties, registry
 from asyncrl.algorithms.advantage import Rewards, overlong_penalty
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Corrected, correct, log_ratio
+from asyncrl.algorithms.corrections import Corrected, correct
 from asyncrl.algorithms.settings import CustomAlgorithm, Importance, Ppo
 from asyncrl.config import Run
 from asyncrl.models.checkpoint import load_model
@@ -124,7 +124,7 @@ class Learner:
             loss_L = loss_L - self._algorithm.entropy * output.entropy_L
             self._add({"entropy": float(output.entropy_L.detach().sum())})
         self._add(loss.sums)
-        self._observe(batch, output.logp_L, corrected, samples)
+        self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, self._scaled(loss_L, samples), samples)
 
     def _scaled(self, loss_L: Tensor, samples: Samples) -> Tensor:
@@ -148,10 +148,9 @@ class Learner:
         slots = [f"{a.slot.group}/{a.slot.sample}" for a, bad in zip(batch.answers, bad_S.tolist(), strict=True) if bad]
         self._fault = f"the loss of samples {', '.join(slots[:8])} is not finite"
 
-    def _observe(self, batch: PackedBatch, logp_L: Tensor, corrected: Corrected, samples: Samples) -> None:
-        log_rho_L = log_ratio(logp_L, batch.behaviour_logp_L)
+    def _observe(self, batch: PackedBatch, corrected: Corrected, samples: Samples) -> None:
         precisions = [answer.precision for answer in batch.answers]
-        self._observed.append(Observed.of(log_rho_L, corrected, samples, precisions))
+        self._observed.append(Observed.of(corrected, samples, precisions))
         if isinstance(self._run.correction, Importance) and self._run.correction.batch_normalize:
             self._add({"weight": float(corrected.weight_L.sum()), "kept": float(corrected.kept_L.sum())})
 
