@@ -32,6 +32,12 @@ class Samples:
         lowest_S = value_L.new_full((self.count,), -torch.inf)
         return lowest_S.scatter_reduce(0, self.sample_L, value_L, "amax")
 
+    def running_sum(self, value_L: Tensor) -> Tensor:
+        """Over the tokens of the same sample up to each one, itself included."""
+        total_L = value_L.cumsum(0)
+        before_S = torch.cat([value_L.new_zeros(1), total_L])[self.lengths.cumsum(0) - self.lengths]
+        return total_L - self.spread(before_S)
+
     def spread(self, value_S: Tensor) -> Tensor:
         """A value of the sample for each of its tokens."""
         return value_S.index_select(0, self.sample_L)

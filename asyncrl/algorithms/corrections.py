@@ -5,6 +5,7 @@ step is made per batch, so pi is the very policy being differentiated and no sec
 
     rho_t         = pi(t) / mu(t)
     token TIS       w_t = clamp(rho_t, floor, cap)                      IcePop: 0 outside instead
+    prefix TIS      w_t = clamp(prod of rho up to t, floor, cap)
     sequence TIS    w_t = clamp(prod rho, floor, cap)                   sequence MIS: 0 outside instead
     rejection       w_t = 0 where a measure of rho, of the token or of its sample, leaves its bounds
     veto            w_t = 0 for a sample with any rho_t < veto
@@ -77,9 +78,11 @@ def _split(
 def _weights(settings: Importance, log_weight_L: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
     if settings.weight == "none":
         return torch.ones_like(log_weight_L), torch.zeros_like(log_weight_L, dtype=torch.bool)
+    if settings.weight == "prefix":
+        log_weight_L = samples.running_sum(log_weight_L)
     if settings.weight == "sequence":
-        log_weight_L = samples.spread(samples.sum(log_weight_L)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    weight_L = log_weight_L.exp()
+        log_weight_L = samples.spread(samples.sum(log_weight_L))
+    weight_L = log_weight_L.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     bounded_L = weight_L.clamp(settings.floor, settings.cap)
     return bounded_L, bounded_L != weight_L
 

@@ -133,20 +133,21 @@ class Reject(Settings, frozen=True):
 
 
 class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
-    """Importance weights and rejection. The default truncates token weights at 2 and rejects samples by K3."""
+    """Importance weights and rejection. The default truncates token weights at 2 and rejects samples by K3; the
+    algorithm's clip bounds what a token has moved since the version before."""
 
-    proximal: Literal["trainer", "behaviour", "interpolated"] = "trainer"
+    proximal: Literal["trainer", "behaviour", "interpolated"] = "interpolated"
     """What the algorithm's own ratio is taken against: the trainer's policy before the update, the policy that sampled
     (bypass: then no weight belongs on top), or a policy between the two by the versions of each token."""
-    weight: Literal["none", "token", "sequence"] = "token"
-    """rho of each token, or the product over the sample."""
+    weight: Literal["none", "token", "prefix", "sequence"] = "token"
+    """rho of each token, the product over the sample up to each token, or over the whole sample."""
     floor: NonNegative = 0.0
     cap: AboveZero = 2.0
     outside: Literal["truncate", "mask"] = "truncate"
     """A weight beyond floor or cap becomes that bound, or 0."""
     batch_normalize: bool = False
     """Divide the weights by their mean over the step's tokens that are learned from."""
-    reject: tuple[Reject, ...] = (Reject(measure="k3", over="mean", high=0.01),)
+    reject: tuple[Reject, ...] = (Reject(measure="k3", over="mean", high=0.05),)
     veto: Fraction = 0.0
     """Reject a sample if any token's rho is below this; 0 turns it off."""
 

@@ -135,7 +135,7 @@ def test_on_policy_every_preset_is_the_identity(batch: Batch):
 @given(_batches(), st.sampled_from(ALGORITHMS))
 def test_without_a_cap_truncation_is_plain_importance_sampling(batch: Batch, algorithm: Algorithm):
     """r = 1 for the trainer's own policy, so what remains is the gradient of - rho A log pi."""
-    correction = Importance(cap=1e300, reject=())
+    correction = Importance(proximal="trainer", cap=1e300, reject=())
     rho_L = (batch.logp_L.detach() - batch.behaviour_L).exp()
     corrected = correct(correction, batch.logp_L, batch.behaviour_L, batch.samples)
     assert torch.allclose(corrected.weight_L, rho_L, rtol=1e-12)
@@ -202,7 +202,7 @@ def test_rloo_is_grpo_without_std_up_to_the_size_of_the_group(reward_G: np.ndarr
 @quick
 @given(_batches())
 def test_rloo_has_the_gradient_of_grpo_where_nothing_is_clipped(batch: Batch):
-    on_policy = Importance(reject=(), weight="none")
+    on_policy = Importance(proximal="trainer", reject=(), weight="none")
     expected = _gradient(_loss(Grpo(), on_policy, batch), batch)
     assert torch.equal(_gradient(_loss(Rloo(), on_policy, batch), batch), expected)
 
@@ -221,7 +221,7 @@ def test_gspo_with_answers_of_one_token_is_token_ppo(batch: Batch, low: float, h
 @quick
 @given(_batches(), st.sampled_from(ALGORITHMS))
 def test_at_ratio_one_every_loss_has_the_policy_gradient_of_its_sample(batch: Batch, algorithm: Algorithm):
-    found = _gradient(_loss(algorithm, Importance(weight="none", reject=()), batch), batch)
+    found = _gradient(_loss(algorithm, Importance(proximal="trainer", weight="none", reject=()), batch), batch)
     assert torch.allclose(found, -batch.advantage_L, rtol=1e-9, atol=1e-12)
 
 

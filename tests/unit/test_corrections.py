@@ -71,6 +71,13 @@ def test_sequence_weights_are_the_product_over_the_sample(outside: Any, expected
     assert found.truncated_L.tolist() == [True, True, False, False, False]
 
 
+def test_prefix_weights_are_the_product_up_to_each_token():
+    # 2, 2 * 3 = 6; in the next sample it begins again: 0.5, 0.25, 0.25 * 2 = 0.5
+    found = _correct(Importance(weight="prefix", cap=4.0, reject=()), [[2, 3], [0.5, 0.5, 2]])
+    assert found.weight_L.tolist() == pytest.approx([2, 4, 0.5, 0.25, 0.5])
+    assert found.truncated_L.tolist() == [False, True, False, False, False]
+
+
 def test_sequence_floor():
     # 0.5 * 0.5 = 0.25 is raised to 0.4
     found = _correct(Importance(weight="sequence", floor=0.4, cap=4.0, reject=()), [[0.5, 0.5]])
@@ -139,7 +146,7 @@ def test_one_absurd_token_vetoes_its_sample_and_no_other():
 
 
 def test_rejected_tokens_lose_their_weight_and_the_others_keep_theirs():
-    # the default: tokens truncated at 2, samples rejected from a K3 mean of 0.01
+    # the default: tokens truncated at 2, samples rejected from a K3 mean of 0.05
     found = _correct(Importance(), [[1.05, 1 / 1.05], [3, 3]])
     assert found.weight_L.tolist() == pytest.approx([1.05, 1 / 1.05, 0, 0])
     assert found.truncated_L.tolist() == [False, False, True, True]  # truncated and rejected: both are reported
@@ -162,7 +169,7 @@ def test_bypass_takes_the_ratio_against_mu_and_puts_no_weight_on_top():
     assert found.weight_L.tolist() == [1, 1]
 
 
-def test_the_trainers_policy_is_the_proximal_one_by_default():
+def test_the_trainers_policy_is_the_proximal_one_of_fresh_tokens():
     logp, behaviour = _policies([[4, 0.25]])
     found = correct(Importance(), logp, behaviour, _samples([2]))
     assert found.proximal_logp_L.tolist() == logp.tolist()

@@ -248,17 +248,17 @@ def test_loss_and_gradient_are_those_of_trl(model_path: Path, name: str, seed: i
 
 
 WEIGHTS: dict[str, tuple[Importance, dict[str, Any]]] = {
-    "token_truncate": (Importance(cap=1.2, reject=()), {"vllm_importance_sampling_clip_max": 1.2}),
+    "token_truncate": (Importance(proximal="trainer", cap=1.2, reject=()), {"vllm_importance_sampling_clip_max": 1.2}),
     "token_mask": (
-        Importance(floor=0.8, cap=1.3, outside="mask", reject=()),
+        Importance(proximal="trainer", floor=0.8, cap=1.3, outside="mask", reject=()),
         {"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.3},
     ),
     "sequence_truncate": (
-        Importance(weight="sequence", floor=0.7, cap=1.5, reject=()),
+        Importance(proximal="trainer", weight="sequence", floor=0.7, cap=1.5, reject=()),
         {"vllm_importance_sampling_clip_min": 0.7, "vllm_importance_sampling_clip_max": 1.5},
     ),
     "sequence_mask": (
-        Importance(weight="sequence", cap=1.5, outside="mask", reject=()),
+        Importance(proximal="trainer", weight="sequence", cap=1.5, outside="mask", reject=()),
         {"vllm_importance_sampling_clip_max": 1.5},
     ),
 }
