@@ -189,6 +189,9 @@ class RolloutActor:
     async def load_weights(self, manifest: WeightManifest) -> WeightAck:
         return await self._engine.load_weights(manifest, self._run.rollout.on_update)
 
+    async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
+        return await self._engine.load_drafter(manifest)
+
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 

@@ -28,6 +28,8 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
     cpus: float = 1.0
     gpus: float = 0.0
+    idle_priority: bool = False
+    """In a process of its own it gets only the time that nobody else wants."""
 
 
 class Spawner(Protocol):
@@ -66,11 +68,17 @@ class OnRay:
         handle: Any = remote.remote(*args, **kwargs)
         # Ray puts the driver's directory on the worker's path, where a foreign `actors/` folder would win.
         await handle.__ray_call__.remote(_check_one_tree)
+        if resources.idle_priority:
+            await handle.__ray_call__.remote(_lower_priority)
         return cast(T, _Proxy(name, handle))
 
 
 def _check_one_tree(_: object) -> None:
     one_tree.check()
+
+
+def _lower_priority(_: object) -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
 class _Proxy:

@@ -3,16 +3,23 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
 import torch
 
 from actors.buffer import BufferActor
+from actors.drafter import DrafterActor
 from asyncrl.config import Run
 from asyncrl.data.arrow import decode
+from asyncrl.drafting.checkpoint import read_head_config
+from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
+from asyncrl.drafting.spot import BusyFlag
+from asyncrl.drafting.windows import encode
 from asyncrl.engines.settings import VllmEngine
 from asyncrl.training import checkpoint
+from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
 from asyncrl.training.sentinel import Watch
@@ -37,7 +44,15 @@ class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
 class TrainerActor:
     """Owns the learner. Fetches payloads from the buffer itself, so that no trajectory passes through the driver."""
 
-    def __init__(self, run: Run, model_path: Path, checkpoints: Path, buffer: BufferActor) -> None:
+    def __init__(
+        self,
+        run: Run,
+        model_path: Path,
+        checkpoints: Path,
+        buffer: BufferActor,
+        drafter: DrafterActor | None = None,
+        busy: Path | None = None,
+    ) -> None:
         torch.set_num_threads(run.trainer.threads)
         self._run = run
         self._model_path = model_path
@@ -49,6 +64,30 @@ class TrainerActor:
         self._writer = make_writer(self._served_tensors, on_gpu=same_card, prefix=run.name)
         self._consumed: list[int] = []
         self._samples_trained = 0
+        self._drafter = drafter
+        self._busy = BusyFlag(busy) if busy is not None else None
+        self._sending: asyncio.Task[None] | None = None
+        if drafter is not None:
+            self._learner.hidden = self._hidden_tap()
+
+    def _hidden_tap(self) -> HiddenTap:
+        drafter = self._run.drafter
+        assert isinstance(drafter, EagleDrafter | Eagle3Drafter)
+        taps = read_head_config(Path(drafter.path), self._learner.model_config).taps
+        dtype = torch.bfloat16 if self._run.trainer.dtype == "bf16" else torch.float32
+        return HiddenTap(drafter.training, taps, dtype, self._run.seed)
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        """A drafter that trains in idle time stops for as long as this lasts."""
+        return self._busy.set() if self._busy is not None else nullcontext()
+
+    def _send_hidden(self) -> None:
+        """To the drafter, without waiting; dropped while it still takes the last ones in."""
+        if self._drafter is None or self._learner.hidden is None:
+            return
+        windows = self._learner.hidden.drain()
+        if windows and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.create_task(self._drafter.collect(encode(windows)))
 
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""
@@ -66,7 +105,9 @@ class TrainerActor:
         groups = _groups(await self._buffer.read(delivery))
         started, begun = time.time(), time.perf_counter()
         await asyncio.sleep(0)
-        self._learner.accumulate(groups)
+        with self._at_work():
+            self._learner.accumulate(groups)
+        self._send_hidden()
         self._consumed.extend(delivery.groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         return Accumulated(
@@ -83,7 +124,9 @@ class TrainerActor:
         return max(wave, default=0.0)
 
     async def step(self) -> StepReport:
-        report = self._learner.step()
+        with self._at_work():
+            report = self._learner.step()
+        self._send_hidden()
         self._watch.check(report)
         self._samples_trained += report.samples
         return report

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.algorithms.settings import Algorithm, Correction, Grpo, Importance, Ppo, ReinforcePp
-from asyncrl.engines.settings import DrafterSettings, EngineSettings, NativeEngine, NoDrafter, VllmEngine
+from asyncrl.drafting.settings import DrafterSettings, NoDrafter
+from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.errors import ConfigError
 from asyncrl.flow.settings import FixedStaleness, StalenessControl
 from asyncrl.refusals import explain, unknown_keys
@@ -209,11 +210,7 @@ def check(run: Run) -> None:
         raise ConfigError(
             f"rollout.precision={run.rollout.precision} is not available yet; use rollout.precision=fp32 or bf16"
         )
-    if not isinstance(run.drafter, NoDrafter) and not isinstance(run.engine, VllmEngine):
-        raise ConfigError(
-            f"drafter={run.drafter.__struct_config__.tag} needs engine=vllm; use that, or drafter=none for engine="
-            f"{run.engine.__struct_config__.tag}"
-        )
+    _check_drafter(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     if isinstance(run.task, ReasoningGymTask) and run.task.examples and not run.rollout.chat:
@@ -237,3 +234,15 @@ def _check_normalized_weights(run: Run) -> None:
             "correction.batch_normalize=true does not go with algorithm.entropy or a KL penalty in the loss, which "
             "have no weights; turn one of them off"
         )
+
+
+def _check_drafter(run: Run) -> None:
+    if isinstance(run.drafter, NoDrafter):
+        return
+    if isinstance(run.engine, FakeEngine):
+        raise ConfigError(
+            f"drafter={run.drafter.__struct_config__.tag} has nothing to draft for with engine=fake; use drafter=none"
+        )
+    trees = [strategy for strategy in (run.drafter.strategy, *run.drafter.adaptive.strategies) if strategy.is_tree]
+    if trees and isinstance(run.engine, VllmEngine):
+        raise ConfigError(f"drafter.top_k={trees[0].top_k} drafts trees, which vLLM cannot check; use drafter.top_k=1")

@@ -22,6 +22,7 @@ class RunDirectory:
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.drafter = path / "drafter"
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":

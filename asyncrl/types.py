@@ -255,6 +255,19 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
 
 
+class SpeculationArm(msgspec.Struct, frozen=True, array_like=True):
+    """What one drafting strategy was measured to give in one range of batch sizes."""
+
+    batch: int
+    """First batch size of the range."""
+    depth: int
+    """Tokens drafted along one path; 0 is plain decoding."""
+    verify: int
+    """Drafted tokens checked per step."""
+    steps: int
+    tokens_per_second: float
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since start, plus the present load."""
 
@@ -271,3 +284,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
     """Accepted draft tokens by their position in the draft."""
+    speculation: tuple[SpeculationArm, ...] = ()
+    """Measured by the bandit; empty without one."""

@@ -17,9 +17,10 @@ from time import perf_counter
 
 import torch
 
+from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import NoDrafter, VllmEngine
+from asyncrl.engines.settings import VllmEngine
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.names import hf_tensors

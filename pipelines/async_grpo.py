@@ -54,12 +54,15 @@ class AsyncGrpo:
             await self._evaluate(0)
         self._recorder.begin()
         async with asyncio.TaskGroup() as tasks:
-            generator = tasks.create_task(self._generate())
+            beside = [tasks.create_task(self._generate())]
+            if self._fleet.drafter is not None:
+                beside.append(tasks.create_task(self._fleet.drafter.serve(self._recorder.drafter)))
             for step in range(self._first_step, self._run.steps):
                 await self._train_step(step, tasks)
                 await self._after_step(step + 1)
             await self._published()
-            generator.cancel()
+            for task in beside:
+                task.cancel()
         self._recorder.end()
         await self._evaluate(self._run.steps)
 
@@ -158,6 +161,8 @@ class AsyncGrpo:
             self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
             begun = time.time()
             await self._fleet.trainer.save()
+            if self._fleet.drafter is not None:
+                await self._fleet.drafter.save()
             self._recorder.span("checkpoint", begun, step=steps_done)
         if self._evaluates_after(steps_done) and steps_done < self._run.steps:
             await self._published()

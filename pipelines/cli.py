@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _replay(options.run, options.overrides, options.out, held_out=options.evaluate)
             case "compare":
                 return _compare(options.runs, options.metric, options.out)
+            case "drafter":
+                return _drafter(options)
             case _:
                 return _resume(options.run)
     except AsyncRLError as error:
@@ -100,6 +102,24 @@ def _compare(runs: Sequence[Path], metrics: Sequence[str], out: Path | None) -> 
     return 0
 
 
+def _drafter(options: argparse.Namespace) -> int:
+    from pipelines import drafter
+
+    if options.action == "export":
+        kind = drafter.export(options.run, options.out)
+        method = f'{{"method": "{kind}", "model": "{options.out}", "num_speculative_tokens": 3}}'
+        print(f"{options.out}: vllm serve MODEL --speculative-config '{method}'")
+        return 0
+    done = drafter.train(
+        options.run, kind=options.kind, steps=options.steps, out=options.out, policy=options.checkpoint
+    )
+    print(
+        f"held-out acceptance length {done.before.length:.3f} -> {done.after.length:.3f} with "
+        f"{len(done.after.rates)} drafted tokens, {done.seconds:.0f} s: {done.directory}"
+    )
+    return 0
+
+
 def _refuse(error: Exception) -> int:
     print(f"asyncrl: {error}", file=sys.stderr)
     return 2
@@ -134,4 +154,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--out", type=Path, nargs="?", const=Path("compare.html"), metavar="FILE", help="write curves (compare.html)"
     )
+    _add_drafter(commands.add_parser("drafter", help="learn a drafting head from a recorded run, or export one"))
     return parser
+
+
+def _add_drafter(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    command = actions.add_parser("train", help="learn a head from the recorded answers, for the newest policy")
+    command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    command.add_argument("--kind", choices=("eagle3", "eagle"), help="the run's own, or eagle3")
+    command.add_argument("--steps", type=int, default=400, metavar="N", help="updates of the head (400)")
+    command.add_argument("--checkpoint", type=Path, metavar="DIR", help="another model to draft for")
+    command.add_argument("--out", type=Path, metavar="DIR", help="where it is written (RUN/drafter)")
+    command = actions.add_parser("export", help="write the run's head as a directory that vLLM loads")
+    command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    command.add_argument("--out", type=Path, metavar="DIR", required=True, help="a new directory")

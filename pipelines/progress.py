@@ -74,11 +74,20 @@ class Progress:
             "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
             **self._pace(row),
             "ess": f"{row['ess']:.3f}",
+            **self._drafting(row),
             "buffered": f"{row['buffered']}",
             "in flight": f"{row['in_flight']}",
             "waits": _who_waits(row, seconds),
         }
         return figures
+
+    def _drafting(self, row: dict[str, Any]) -> dict[str, str]:
+        """Tokens per verified draft since the last step."""
+        drafts = row["drafts"] - self._previous.get("drafts", 0)
+        if not drafts:
+            return {}
+        accepted = row["accepted_tokens"] - self._previous.get("accepted_tokens", 0)
+        return {"accepts": f"{1 + accepted / drafts:.2f}"}
 
     def _pace(self, row: dict[str, Any]) -> dict[str, str]:
         """What the staleness controller has chosen, where there is one."""

@@ -2,7 +2,8 @@
 
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -13,9 +14,11 @@ from actors.fleet import Fleet
 from actors.publisher import Published
 from actors.trainer import Accumulated
 from asyncrl.config import Run
+from asyncrl.drafting.gain import Notice, net_gain
 from asyncrl.flow.controller import Decision
 from asyncrl.rundir import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
+from asyncrl.types import EngineStats
 from pipelines.evaluate import Scores
 from pipelines.progress import Progress
 
@@ -38,6 +41,7 @@ class Recorder:
         }
         self._written = 0.0
         self._alarms: set[str] = set()
+        self._drafting = Notice()
         self._loop_started = 0.0
         self._earlier_seconds = self.rows[-1]["loop_seconds"] if self.rows else 0.0
         self._generated_before = self.rows[-1]["generated_tokens"] if self.rows else 0
@@ -103,8 +107,8 @@ class Recorder:
             "generated_tokens": self._generated_before + sum(s.generated_tokens for s in stats),
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
-            "drafts": sum(s.drafts for s in stats),
-            "accepted_tokens": sum(sum(s.accepted_by_position) for s in stats),
+            **_drafting(stats),
+            "drafter": msgspec.to_builtins(fleet.drafter.status) if fleet.drafter is not None else None,
             "in_flight": ledger.in_flight,
             "buffered": ledger.buffered,
             "dropped": sum(ledger.dropped.values()),
@@ -114,6 +118,7 @@ class Recorder:
         self.rows.append(row)
         self._progress.step(row)
         self._warn(report)
+        self._tell_drafting(stats)
         if time.time() - self._written > METRICS_SECONDS:
             self.write_metrics()
 
@@ -128,11 +133,19 @@ class Recorder:
             self._progress.say(f"alarm at step {report.version}: {alarms[name]}")
         self._alarms = set(alarms)
 
+    def _tell_drafting(self, stats: Sequence[EngineStats]) -> None:
+        for text in self._drafting.changes(arm for found in stats for arm in found.speculation):
+            self.event("drafting", text=text)
+            self._progress.say(text)
+
     def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
         self.evaluations[steps_done] = {name: getattr(scores, name) for name in scores.__struct_fields__}
         self.span("evaluation", start, step=steps_done, scores=scores)
         self._loop_started += time.time() - start
         self._progress.evaluation(steps_done, scores)
+
+    def drafter(self, version: int) -> None:
+        self.event("drafter_published", version=version)
 
     def write_metrics(self) -> None:
         if self.rows:
@@ -145,6 +158,22 @@ class Recorder:
     def close(self) -> None:
         self.write_metrics()
         self._events.close()
+
+
+def _drafting(stats: Sequence[EngineStats]) -> Row:
+    arms = [arm for found in stats for arm in found.speculation]
+    return {
+        "drafts": sum(s.drafts for s in stats),
+        "drafted_tokens": sum(s.drafted_tokens for s in stats),
+        "accepted_tokens": sum(sum(s.accepted_by_position) for s in stats),
+        "accepted_by_position": _added(s.accepted_by_position for s in stats),
+        "speculation_net_gain": net_gain(arms),
+        "speculation": [msgspec.structs.asdict(arm) for arm in arms],
+    }
+
+
+def _added(columns: Iterable[tuple[int, ...]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*columns, fillvalue=0)]
 
 
 def _read_rows(directory: RunDirectory) -> list[Row]:

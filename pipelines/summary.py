@@ -27,7 +27,6 @@ def write(
         **_evaluations(recorder.evaluations),
         "waste": waste,
         "ledger": msgspec.to_builtins(ledger) if ledger else None,
-        "speculation_net_gain": None,
     }
     replace(directory.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     return summary
@@ -80,7 +79,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         "mismatch_kl": _mean(rows, "mismatch_kl"),
         "mismatch_abs": _mean(rows, "mismatch_abs"),
         "ess": _mean(rows, "ess"),
-        "acceptance_length_mean": _acceptance_length(rows[-1]),
+        **_drafting(rows[-1]),
     }
 
 
@@ -100,6 +99,17 @@ def _evaluations(evaluations: dict[int, Row]) -> dict[str, Any]:
 
 def _mean(rows: Sequence[Row], key: str) -> float:
     return sum(row[key] for row in rows) / len(rows)
+
+
+def _drafting(last: Row) -> dict[str, Any]:
+    """Null without a drafter, and in runs recorded before there was one."""
+    drafts, accepted = last["drafts"], last.get("accepted_by_position") or []
+    return {
+        "acceptance_length_mean": _acceptance_length(last),
+        "acceptance_by_position": [count / drafts for count in accepted] if drafts else None,
+        "speculation_net_gain": last.get("speculation_net_gain"),
+        "drafter": last.get("drafter"),
+    }
 
 
 def _acceptance_length(last: Row) -> float | None:
@@ -122,4 +132,7 @@ _NO_STEPS = (
     "mismatch_abs",
     "ess",
     "acceptance_length_mean",
+    "acceptance_by_position",
+    "speculation_net_gain",
+    "drafter",
 )

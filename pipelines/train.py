@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.buffer import BufferActor
+from actors.drafter import DrafterActor
+from actors.drafter_link import DrafterLink
 from actors.fleet import Fleet
 from actors.publisher import Publisher
 from actors.reward import RewardActor
@@ -15,11 +17,12 @@ from actors.rollout import RolloutActor
 from actors.spawn import Resources, Spawner, cluster
 from actors.trainer import TrainerActor
 from asyncrl.config import Checkpoint, Run, WarmStart
+from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.rundir import RunDirectory, replace
 from asyncrl.tasks.base import make_task
 from asyncrl.training import checkpoint
-from pipelines import summary
+from pipelines import drafting, summary
 from pipelines.async_grpo import AsyncGrpo
 from pipelines.compose import from_yaml, to_yaml
 from pipelines.plan import preflight
@@ -27,6 +30,7 @@ from pipelines.progress import Progress
 from pipelines.recorder import Recorder
 
 CONTROL = Resources(cpus=0.0)
+IDLE = Resources(cpus=0.0, idle_priority=True)
 COMPUTE = Resources(cpus=1.0)
 
 
@@ -55,6 +59,7 @@ def _run(run: Run, directory: RunDirectory, *, restore_from: tuple[int, Path] | 
         recorder = Recorder(run, directory, progress, first_step=first_step)
         try:
             model_path = _model(run, directory, progress)
+            run = drafting.prepare(run, directory, model_path)
             with cluster(run.cluster, cpus=run.rollout.replicas + 1) as spawner:
                 figures = asyncio.run(
                     _train(run, directory, recorder, spawner, model_path, restore_from, resumed=resumed)
@@ -127,9 +132,20 @@ async def _place(
     """Start every actor. Those that only hand things on take no core of their own."""
     buffer = await spawner.spawn("buffer", CONTROL, BufferActor, run, directory.trajectories.resolve(), restore_step)
     reward = await spawner.spawn("reward", CONTROL, RewardActor, run.reward)
+    drafter = await _place_drafter(run, directory, spawner, model_path)
     async with asyncio.TaskGroup() as tasks:
         starting_trainer = tasks.create_task(
-            spawner.spawn("trainer", COMPUTE, TrainerActor, run, model_path, directory.checkpoints.resolve(), buffer)
+            spawner.spawn(
+                "trainer",
+                COMPUTE,
+                TrainerActor,
+                run,
+                model_path,
+                directory.checkpoints.resolve(),
+                buffer,
+                drafter,
+                _busy_flag(directory) if drafter is not None else None,
+            )
         )
         starting_rollouts = [
             tasks.create_task(spawner.spawn(name, COMPUTE, RolloutActor, run, model_path, name, buffer, reward))
@@ -137,5 +153,22 @@ async def _place(
         ]
     trainer, rollouts = starting_trainer.result(), [task.result() for task in starting_rollouts]
     await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
-    publisher = Publisher(trainer, rollouts, timeout_s=run.flow.stall_timeout_s)
-    return Fleet(buffer=buffer, reward=reward, rollouts=rollouts, trainer=trainer, publisher=publisher)
+    timeout_s = run.flow.stall_timeout_s
+    link = DrafterLink(drafter, rollouts, timeout_s=timeout_s) if drafter is not None else None
+    publisher = Publisher(trainer, rollouts, link, timeout_s=timeout_s)
+    return Fleet(buffer=buffer, reward=reward, rollouts=rollouts, trainer=trainer, publisher=publisher, drafter=link)
+
+
+async def _place_drafter(run: Run, directory: RunDirectory, spawner: Spawner, model_path: Path) -> DrafterActor | None:
+    if not isinstance(run.drafter, EagleDrafter | Eagle3Drafter) or not run.drafter.training.on:
+        return None
+    resources = IDLE if run.drafter.training.spot else COMPUTE
+    drafter = await spawner.spawn(
+        "drafter", resources, DrafterActor, run, model_path, directory.drafter.resolve(), _busy_flag(directory)
+    )
+    await drafter.start()
+    return drafter
+
+
+def _busy_flag(directory: RunDirectory) -> Path:
+    return directory.drafter.resolve() / "trainer-busy"

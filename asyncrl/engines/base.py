@@ -40,6 +40,10 @@ class Engine(Protocol):
         """Switch to the published version between two steps; the digest is taken from the weights as loaded."""
         ...
 
+    async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
+        """New weights for the drafting head, between two steps; the policy and its version stay."""
+        ...
+
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from asyncrl.config import Run
+from asyncrl.drafting.settings import DrafterSettings
 from asyncrl.engines.base import Engine
-from asyncrl.engines.settings import DrafterSettings, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.engines.settings import FakeEngine, NativeEngine, VllmEngine
 from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import MissingDependencyError
 
@@ -18,7 +19,7 @@ def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
 
             torch.set_num_threads(run.engine.threads)
             dtype = torch.bfloat16 if run.rollout.precision == "bf16" else torch.float32
-            return Native(model_path, run.engine, name=name, dtype=dtype)
+            return Native(model_path, run.engine, run.drafter, name=name, dtype=dtype)
         case VllmEngine():
             return build_vllm(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
         case FakeEngine():

@@ -13,6 +13,7 @@ import numpy as np
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.settings import FakeEngine as Settings
+from asyncrl.errors import EngineError
 from asyncrl.types import EngineStats, Finish, Ints, Request, Segment, WeightAck, WeightManifest
 
 
@@ -44,6 +45,10 @@ class FakeEngine(CooperativeEngine):
         self._reprefilled += again
         self._switch_version(manifest.version)
         return WeightAck(self.name, manifest.version, manifest.digest, again)
+
+    async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
+        self._require_serving(f"a drafter of version {manifest.version}")
+        raise EngineError(f"engine {self.name} is a fake one and has no drafting head; use engine=native or vllm")
 
     def stats(self) -> EngineStats:
         return EngineStats(

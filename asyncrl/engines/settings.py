@@ -1,8 +1,8 @@
-"""What an engine and its drafter can be set to. Kept apart from the engines so that reading a config imports none."""
+"""What an engine can be set to. Kept apart from the engines so that reading a config imports none."""
 
 from typing import Literal
 
-from asyncrl.settings import AboveZero, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.settings import AboveZero, NonNegative, Positive, Probability, Settings
 
 
 class NativeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="native"):
@@ -60,47 +60,3 @@ class FakeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="fak
 
 
 EngineSettings = NativeEngine | VllmEngine | FakeEngine
-
-
-class NoDrafter(Settings, frozen=True, kw_only=True, tag_field="type", tag="none"):
-    """Plain decoding, one token per step."""
-
-
-class _Drafting(Settings, frozen=True, kw_only=True, tag_field="type"):
-    tokens: Positive = 3
-    """Tokens drafted per step."""
-    by_batch: tuple[tuple[Positive, Positive, Natural], ...] = ()
-    """Draft tokens by the number of running requests, as [[first, last, tokens], ...]; 0 switches drafting off there.
-    Empty: always `tokens`."""
-
-    def __post_init__(self) -> None:
-        expected = 1
-        for first, last, tokens in self.by_batch:
-            if first != expected or last < first or tokens > self.tokens:
-                raise ValueError(
-                    f"by_batch has [{first}, {last}, {tokens}], but ranges must follow each other from 1 on, and none "
-                    f"may draft more than tokens={self.tokens}"
-                )
-            expected = last + 1
-
-
-class NgramDrafter(_Drafting, frozen=True, kw_only=True, tag="ngram"):
-    """Drafts what followed the last few tokens earlier in the same text."""
-
-    min_match: Positive = 2
-    max_match: Positive = 4
-
-
-class EagleDrafter(_Drafting, frozen=True, kw_only=True, tag="eagle"):
-    """A small head that drafts from the target's last hidden state."""
-
-    path: str
-
-
-class Eagle3Drafter(_Drafting, frozen=True, kw_only=True, tag="eagle3"):
-    """A small head that drafts from the hidden states of three layers."""
-
-    path: str
-
-
-DrafterSettings = NoDrafter | NgramDrafter | EagleDrafter | Eagle3Drafter

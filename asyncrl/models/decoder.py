@@ -48,14 +48,14 @@ class LayerTensors(NamedTuple):
     down_bias: Tensor | None
 
     def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
-        y_T_E = self._attention(rms_norm(x_T_E, self.input_norm), rotate, layer, attend)
+        y_T_E = self.attention(rms_norm(x_T_E, self.input_norm), rotate, layer, attend)
         if y_T_E.shape[0] < x_T_E.shape[0]:
             x_T_E = x_T_E[: y_T_E.shape[0]]
-        x_T_E = _add_projection(x_T_E, y_T_E, self.out, self.out_bias)
-        y_T_F = self._gated(rms_norm(x_T_E, self.mlp_norm))
-        return _add_projection(x_T_E, y_T_F, self.down, self.down_bias)
+        x_T_E = add_projection(x_T_E, y_T_E, self.out, self.out_bias)
+        y_T_F = self.gated(rms_norm(x_T_E, self.mlp_norm))
+        return add_projection(x_T_E, y_T_F, self.down, self.down_bias)
 
-    def _attention(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
+    def attention(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
         qkv_T_X_D = _project(x_T_E, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
         qk_T_A_D, v_T_K_D = torch.split_with_sizes(qkv_T_X_D, (heads + kv_heads, kv_heads), 1)
@@ -64,7 +64,7 @@ class LayerTensors(NamedTuple):
         q_T_H_D, k_T_K_D = torch.split_with_sizes(rotate(qk_T_A_D), (heads, kv_heads), 1)
         return attend(layer, q_T_H_D, k_T_K_D, v_T_K_D)
 
-    def _gated(self, x_T_E: Tensor) -> Tensor:
+    def gated(self, x_T_E: Tensor) -> Tensor:
         gate_up = _project(x_T_E, self.gate_up, self.gate_up_bias)
         width = gate_up.shape[1] // 2
         gate_T_F, up_T_F = torch.split_with_sizes(gate_up, (width, width), 1)
@@ -75,12 +75,24 @@ def _project(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
 
 
-def _add_projection(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def add_projection(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """x plus the projection of y: one operation where there is no bias, and in fp32 where only x is."""
     if y.dtype != x.dtype:  # under autocast, which would round x in that one operation
         return x + _project(y, matrix, bias)
     out = torch.addmm(x, y, matrix)
     return out if bias is None else out + bias
+
+
+class Taps:
+    """Collects the residual stream on its way: `layers` counts the layers before each place, 0 is the embedding."""
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.layers = frozenset(layers)
+        self.found_T_E: list[Tensor] = []
+
+    def see(self, layer: int, x_T_E: Tensor) -> None:
+        if layer in self.layers:
+            self.found_T_E.append(x_T_E)
 
 
 class Tensors(NamedTuple):
@@ -91,16 +103,18 @@ class Tensors(NamedTuple):
     layers: Iterable[Callable[[Tensor, Rotate, int, Attend], Tensor]]
     norm: NormScale
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Taps | None = None) -> Tensor:
         """Final hidden states, normalised and ready for the output matrix."""
         x_T_E = F.embedding(tokens_T, self.embedding_V_E)
         rotate = self.rotation(positions_T)
         for index, layer in enumerate(self.layers):
+            if taps is not None:
+                taps.see(index, x_T_E)
             x_T_E = layer(x_T_E, rotate, index, attend)
         return rms_norm(x_T_E, self.norm)
 
 
-def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+def plain_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
     """Without torch's random weights, which take longer to draw than real ones to load."""
     return cast(nn.Linear, skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype))
 
@@ -114,12 +128,12 @@ class Layer(nn.Module):
         hidden, wide = cfg.hidden_size, cfg.intermediate_size
         qkv_width = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
         self.input_norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
-        self.qkv_proj = _linear(hidden, qkv_width, cfg.qkv_bias, dtype)
+        self.qkv_proj = plain_linear(hidden, qkv_width, cfg.qkv_bias, dtype)
         self.qk_norm = nn.Parameter(torch.ones(2, cfg.head_dim, dtype=dtype)) if cfg.qk_norm else None
-        self.o_proj = _linear(cfg.heads * cfg.head_dim, hidden, cfg.out_bias, dtype)
+        self.o_proj = plain_linear(cfg.heads * cfg.head_dim, hidden, cfg.out_bias, dtype)
         self.mlp_norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
-        self.gate_up_proj = _linear(hidden, 2 * wide, cfg.mlp_bias, dtype)
-        self.down_proj = _linear(wide, hidden, cfg.mlp_bias, dtype)
+        self.gate_up_proj = plain_linear(hidden, 2 * wide, cfg.mlp_bias, dtype)
+        self.down_proj = plain_linear(wide, hidden, cfg.mlp_bias, dtype)
         self.register_buffer("head_kind_A", torch.tensor([0] * cfg.heads + [1] * cfg.kv_heads), persistent=False)
 
     def tensors(self) -> LayerTensors:
@@ -156,17 +170,18 @@ class Decoder(nn.Module):
         self.norm = nn.Parameter(torch.ones(cfg.hidden_size, dtype=dtype))
         self.lm_head = None
         if not cfg.tied_embeddings:
-            self.lm_head = _linear(cfg.hidden_size, cfg.vocabulary, False, dtype)
+            self.lm_head = plain_linear(cfg.hidden_size, cfg.vocabulary, False, dtype)
         self.frequencies_D = signed_frequencies(cfg.rope, cfg.head_dim)
 
     def blocks(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Taps | None = None) -> Tensor:
         """Final hidden states, normalised and ready for `logits`."""
         rotation = computed_rotation(self.frequencies_D, self.norm.dtype)
         norm = NormScale.of(self.norm, self.config.norm_eps)
-        return Tensors(self.embed_tokens.weight, rotation, self.layers, norm).forward(tokens_T, positions_T, attend)
+        tensors = Tensors(self.embed_tokens.weight, rotation, self.layers, norm)
+        return tensors.forward(tokens_T, positions_T, attend, taps)
 
     @property
     def output_matrix(self) -> Tensor:

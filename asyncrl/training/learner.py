@@ -25,6 +25,7 @@ from asyncrl.training.credit import Credit
 from asyncrl.training.critic import Critic
 from asyncrl.training.diagnostics import Observed, figures, shares
 from asyncrl.training.forward import PolicyForward
+from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.packing import Block, PackedBatch, block, pack
 from asyncrl.training.report import StepReport
 from asyncrl.training.sentinel import alarms
@@ -45,6 +46,8 @@ class Learner:
         self.critic = None
         if isinstance(run.algorithm, Ppo):
             self.critic = Critic(model_path, run.algorithm, run.trainer, self.device)
+        self.hidden: HiddenTap | None = None
+        """Where hidden states for a drafter go, if there is one."""
         self.version = 0
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -108,7 +111,7 @@ class Learner:
         return rewards + overlong_penalty(self._algorithm.overlong, lengths, self._run.rollout.max_tokens)
 
     def _backward(self, batch: PackedBatch) -> None:
-        output = self._policy(batch, entropy=self._algorithm.entropy > 0)
+        output = self._policy(batch, entropy=self._algorithm.entropy > 0, tap=self.hidden)
         samples = Samples(batch.sample_L, len(batch.answers), (self.version - batch.version_L).clamp(min=0))
         corrected = correct(self._run.correction, output.logp_L, batch.behaviour_logp_L, samples)
         tokens = Tokens(output.logp_L, corrected.proximal_logp_L, batch.advantage_L, samples)
@@ -173,6 +176,8 @@ class Learner:
         self.version += 1
         report = self._report(norm)
         self._reset()
+        if self.hidden is not None:
+            self.hidden.begin_step(self.version)
         return report
 
     def _gradient(self) -> float:

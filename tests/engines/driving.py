@@ -88,9 +88,11 @@ def fake(_path: Path, *, max_batch: int = 128, **_native_only: Any) -> FakeEngin
 class Driver:
     """Runs tests against fresh engines of one kind."""
 
-    def __init__(self, make: MakeEngine, path: Path) -> None:
+    def __init__(self, make: MakeEngine, path: Path, *, redrafts: bool = False) -> None:
         self._make = make
         self._path = path
+        self.redrafts = redrafts
+        """Whether sampled tokens, though not their distribution, depend on where drafting has begun anew."""
         self.run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
 
     def engine(self, **settings: Any) -> AbstractAsyncContextManager[Engine]:

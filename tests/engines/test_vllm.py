@@ -14,10 +14,13 @@ from transformers import PreTrainedModel
 from asyncrl import devices
 from asyncrl.config import Run
 from asyncrl.devices import has_avx512, has_gpu
+from asyncrl.drafting.settings import Adaptive, DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter, Strategy
+from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter, VllmEngine
+from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm import versions
 from asyncrl.errors import EngineError
+from asyncrl.types import EngineStats
 from asyncrl.weights.shared_memory import SharedMemoryWriter
 from pipelines import plan
 from pipelines.compose import compose
@@ -101,7 +104,7 @@ def _speculate(path: Path, drafter: DrafterSettings, head: dict[str, torch.Tenso
             assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
             if head is None:
                 return
-            writer = SharedMemoryWriter(lambda: head.items(), prefix="test")
+            writer = SharedMemoryWriter(head.items, prefix="test")
             running = asyncio.create_task(collect(engine, ask("over", LONG[:20], temperature=0.0, max_tokens=200)))
             await until_generated(engine, 20, since=stats.generated_tokens)
             manifest = writer.publish(7)
@@ -116,8 +119,47 @@ def _speculate(path: Path, drafter: DrafterSettings, head: dict[str, torch.Tenso
 
 
 @needs_vllm
-def test_ngram_drafts_by_batch_size_change_no_answer(tmp_path: Path) -> None:
-    _speculate(tmp_path, NgramDrafter(tokens=3))
+def test_ngram_drafts_change_no_answer(tmp_path: Path) -> None:
+    _speculate(tmp_path, NgramDrafter(tokens=3, adaptive=Adaptive(on=False)))
+
+
+@needs_vllm
+@pytest.mark.parametrize("drafts", ["ngram", "eagle3"])
+def test_the_bandit_tries_every_depth_and_changes_no_answer(tmp_path: Path, drafts: str) -> None:
+    reference = tiny_checkpoint(tmp_path / "target")
+    tiny_eagle3(tmp_path / "head")
+    adaptive = Adaptive(ranges=(1, 3), strategies=(Strategy(depth=1), Strategy(depth=3)))
+    ngram = NgramDrafter(tokens=3, adaptive=adaptive)
+    drafter = ngram if drafts == "ngram" else Eagle3Drafter(path=str(tmp_path / "head"), tokens=3, adaptive=adaptive)
+    prompts = (REPEATING, LONG[:20], LONG[:60])
+
+    async def scenario() -> None:
+        async with serving(build_vllm(tmp_path / "target", TINY, drafter, name="vllm")) as engine:
+            for round in range(3):
+                requests = [ask(f"{round}/{i}", p, temperature=0.0, max_tokens=100) for i, p in enumerate(prompts)]
+                for prompt, answer in zip(prompts, await collect_all(engine, requests), strict=True):
+                    _check_greedy(reference, prompt, answer)
+            stats = await _measured(engine)
+            assert {arm.depth for arm in stats.speculation if arm.batch == 3} == {0, 1, 3}
+            assert all(arm.verify == arm.depth and arm.tokens_per_second > 0 for arm in stats.speculation)
+            assert 0 < sum(arm.steps for arm in stats.speculation) < stats.steps
+            running = asyncio.create_task(collect(engine, ask("order", LONG[:20], max_tokens=400)))
+            await engine.force_depth(0)  # type: ignore[attr-defined]
+            await running
+            before = engine.stats().drafted_tokens
+            await collect(engine, ask("plain", REPEATING, temperature=0.0, max_tokens=50))
+            assert engine.stats().drafted_tokens == before, "no drafts when none are wanted"
+
+    asyncio.run(scenario())
+
+
+async def _measured(engine: Engine) -> EngineStats:
+    """Figures are written down now and then, while the engine works."""
+    for index in range(20):
+        if len(engine.stats().speculation) >= 3:
+            break
+        await collect_all(engine, [ask(f"more/{index}/{i}", LONG[:20], max_tokens=100) for i in range(3)])
+    return engine.stats()
 
 
 @needs_vllm

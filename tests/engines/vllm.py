@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import NoDrafter, VllmEngine
+from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm import versions
 from tests.engines.driving import Driver, T
 

@@ -15,7 +15,8 @@ import torch
 from msgspec import inspect
 
 from asyncrl.config import Checkpoint, Evaluation, Run, WarmStart, load
-from asyncrl.engines.settings import FakeEngine, NativeEngine, NoDrafter
+from asyncrl.drafting.settings import NoDrafter
+from asyncrl.engines.settings import FakeEngine, NativeEngine
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder

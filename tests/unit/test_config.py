@@ -53,7 +53,7 @@ def test_derived_numbers() -> None:
     [
         ({"trainr": {"lr": 1}}, "unknown key trainr: did you mean trainer?"),
         ({"trainer": {"lrr": 1}}, "unknown key trainer.lrr: did you mean trainer.lr?"),
-        ({"lr": 1}, "unknown key lr: did you mean model.lr or trainer.lr?"),
+        ({"lr": 1}, "unknown key lr: did you mean drafter.training.lr or model.lr or trainer.lr?"),
         ({"engine": {"type": "fake", "prefill_chunk": 8}}, "unknown key engine.prefill_chunk: known here: max_batch"),
         ({"max_staleness": -1}, "max_staleness=-1: expected `int` >= 0"),
         ({"trainer": {"lr": 0}}, "trainer.lr=0: expected `float` > 0.0"),

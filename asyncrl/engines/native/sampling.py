@@ -1,11 +1,13 @@
 """Drawing tokens: pure functions over rows of mixed settings.
 
 One uniform number per token comes from a counter-based stream of (seed, position in the answer), so a draw does not
-depend on who else is in the batch, and a resumed answer goes on with the same stream.
+depend on who else is in the batch, and a resumed answer goes on with the same stream. Speculation has streams of its
+own for what it draws besides, one for each `Purpose`.
 
 Axis suffixes: N rows, V vocabulary.
 """
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +32,10 @@ class RowSettings(NamedTuple):
     top_k_N_1: Tensor | None = None
     top_p_N_1: Tensor | None = None
 
+    def repeated(self, times: int) -> "RowSettings":
+        """For `times` rows in the place of each."""
+        return RowSettings(*(None if x is None else x.repeat_interleave(times, 0) for x in self))
+
 
 def row_settings(temperature_N: Column, top_k_N: Column, top_p_N: Column) -> RowSettings:
     """Greedy rows keep temperature 1 and the whole vocabulary: that is the distribution they report."""
@@ -46,10 +52,31 @@ def row_settings(temperature_N: Column, top_k_N: Column, top_p_N: Column) -> Row
     )
 
 
-def uniforms(seed: int, count: int) -> npt.NDArray[np.float32]:
-    """Numbers in (0, 1] for positions 0 to count-1 of an answer: splitmix64, started at the seed."""
-    mixed = _splitmix(np.arange(count, dtype=np.uint64) * _GOLDEN + np.uint64(seed % 2**64))
+class Purpose(IntEnum):
+    """What a random number decides: the token itself, a drafted one, whether that is accepted, or what replaces it."""
+
+    PLAIN = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def stream_starts(seed: int) -> npt.NDArray[np.uint64]:
+    """Where the stream of each purpose begins; the plain one at the seed itself."""
+    start = np.uint64(seed % 2**64)
+    others = _splitmix(np.array([~start] * 3) + _splitmix(np.arange(1, 4, dtype=np.uint64)))
+    return np.concatenate([[start], others])
+
+
+def uniforms_at(start: Column, position: Column) -> npt.NDArray[np.float32]:
+    """Numbers in (0, 1] at positions of an answer: splitmix64."""
+    mixed = _splitmix(position.astype(np.uint64) * _GOLDEN + start)
     return ((mixed >> _TO_24_BITS) + _ONE).astype(np.float32) * _UNIT
+
+
+def uniforms(seed: int, count: int) -> npt.NDArray[np.float32]:
+    """The plain stream at positions 0 to count-1."""
+    return uniforms_at(np.array(seed % 2**64, np.uint64), np.arange(count))
 
 
 def sample(logits_N_V: Tensor, rows: RowSettings, uniform_N_1: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,17 +85,28 @@ def sample(logits_N_V: Tensor, rows: RowSettings, uniform_N_1: Tensor) -> tuple[
     The first token whose cumulative probability reaches u * total is taken. As 0 < u <= 1, it always has a
     probability above zero, whatever rounding does. Logits that are not numbers give a log-probability that is none.
     """
+    token_N_1, probs_N_V = choose(logits_N_V, rows, uniform_N_1)
+    return token_N_1, probs_N_V.gather(1, token_N_1).log_()
+
+
+def choose(logits_N_V: Tensor, rows: RowSettings, uniform_N_1: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids N_1 and the distribution sampled from."""
     if rows.temperature_N_1 is not None:
         logits_N_V = logits_N_V / rows.temperature_N_1
     if rows.top_k_N_1 is not None and rows.top_p_N_1 is not None:
         logits_N_V = restrict(logits_N_V, rows.top_k_N_1, rows.top_p_N_1)
     probs_N_V = logits_N_V.softmax(-1)
-    cumulative_N_V = probs_N_V.cumsum(-1)
-    token_N_1 = torch.searchsorted(cumulative_N_V, cumulative_N_V[:, -1:] * uniform_N_1)
-    token_N_1.clamp_(max=logits_N_V.shape[1] - 1)  # only NaN goes beyond
+    token_N_1 = draw(probs_N_V, uniform_N_1)
     if rows.greedy_N_1 is not None:
         token_N_1 = torch.where(rows.greedy_N_1, logits_N_V.argmax(-1, keepdim=True), token_N_1)
-    return token_N_1, probs_N_V.gather(1, token_N_1).log_()
+    return token_N_1, probs_N_V
+
+
+def draw(weights_N_V: Tensor, uniform_N_1: Tensor) -> Tensor:
+    """By inverting the cumulative sum of weights that need not add up to 1."""
+    cumulative_N_V = weights_N_V.cumsum(-1)
+    token_N_1 = torch.searchsorted(cumulative_N_V, cumulative_N_V[:, -1:] * uniform_N_1)
+    return token_N_1.clamp_(max=weights_N_V.shape[1] - 1)  # only NaN goes beyond
 
 
 def restrict(logits_N_V: Tensor, top_k_N_1: Tensor, top_p_N_1: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
 """Which tokens a step computes: every row advances by at least one, rows that lag by a chunk.
 
 The last token of every row of a step forms the first part of the flat batch, so that decoding rows and the ends of
-prefill chunks are the same thing. The chunk budget counts padded tokens (rows times the longest chunk), which bounds
-the time of a step whatever the mix of prompt lengths.
+prefill chunks are the same thing. Where rows have drafts, all rows get columns for the longest of them. The chunk
+budget counts padded tokens (rows times the longest chunk), which bounds the time of a step whatever the mix of prompt
+lengths.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.cache import Chunk, KvCache
+from asyncrl.engines.native.cache import Branches, Chunk, KvCache, Layout
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.slots import SlotTable
+from asyncrl.engines.native.speculation.drafts import DraftTable
 
 
 class Step(NamedTuple):
@@ -22,17 +25,17 @@ class Step(NamedTuple):
     tokens_T: Column
     positions_T: Column
     end_N: Column
-    """Computed tokens of each row after the step."""
-    chunks: list[Chunk]
-    reach: int
-    """The longest row after the step."""
+    """Computed tokens of each row after the step, not counting drafts."""
+    layout: Layout
 
 
 class Scheduler:
     """Admits waiting jobs, shares prompts and plans steps. Rows and cache are changed only here."""
 
-    def __init__(self, slots: SlotTable, cache: KvCache, waiting: deque[Job], max_rows: int, chunk: int) -> None:
-        self._slots, self._cache, self._waiting = slots, cache, waiting
+    def __init__(
+        self, slots: SlotTable, caches: Sequence[KvCache], waiting: deque[Job], max_rows: int, chunk: int
+    ) -> None:
+        self._slots, self._caches, self._waiting = slots, caches, waiting
         self._max_rows, self._chunk = max_rows, chunk
         self._lagging: list[Job] = []
         self._leaders: dict[tuple[int, ...], Job] = {}
@@ -48,13 +51,33 @@ class Scheduler:
         for chunk in chunks:
             positions_T[chunk.row] = chunk.end
         end_N = positions_T + 1
+        if slots.drafts is not None and (width := slots.drafts.width(slots.count)) > 1:
+            return self._wide(end_N, width, chunks, slots.drafts)
         reach = int(end_N.max())
-        self._cache.reserve(slots.count, reach)
+        self._reserve(reach)
         tokens_T = slots.tokens[slots.index[: slots.count], positions_T]
         if chunks:
-            positions_T = np.concatenate([positions_T, *(np.arange(c.start, c.end) for c in chunks)])
-            tokens_T = np.concatenate([tokens_T, *(slots.tokens[c.row, c.start : c.end] for c in chunks)])
-        return Step(tokens_T, positions_T, end_N, chunks, reach)
+            tokens_T, positions_T = self._join(chunks, tokens_T, positions_T)
+        return Step(tokens_T, positions_T, end_N, Layout(positions_T, slots.count, reach, chunks))
+
+    def _wide(self, end_N: Column, width: int, chunks: list[Chunk], drafts: DraftTable) -> Step:
+        """Rows without a draft compute garbage in its columns."""
+        slots = self._slots
+        rows, base_N = slots.count, end_N - 1
+        reach = int(end_N.max()) + width - 1
+        self._reserve(reach)
+        slots_N_W = base_N[:, None] + np.arange(width)
+        tokens_N_W = np.empty((rows, width), np.int64)
+        tokens_N_W[:, 0] = slots.tokens[slots.index[:rows], base_N]
+        tokens_N_W[:, 1:] = drafts.tokens[:rows, : width - 1]
+        positions_N_W, branches = slots_N_W, None
+        if drafts.is_tree:
+            positions_N_W = np.repeat(base_N[:, None], width, 1)
+            positions_N_W[:, 1:] += drafts.depth[:rows, : width - 1]
+            branches = Branches(base_N, drafts.ancestors(rows, width)[:, :, 1:])
+        tokens_T, slots_T = self._join(chunks, tokens_N_W.ravel(), slots_N_W.ravel())
+        positions_T = slots_T if branches is None else self._join(chunks, tokens_T, positions_N_W.ravel())[1]
+        return Step(tokens_T, positions_T, end_N, Layout(slots_T, rows, reach, chunks, width, branches))
 
     def release(self, job: Job) -> None:
         """Give the row to the next waiting job, or close the hole with the last row."""
@@ -68,7 +91,7 @@ class Scheduler:
             return
         last = self._slots.count - 1
         if row != last:
-            self._cache.copy(last, row, int(self._slots.computed[last]))
+            self._copy(last, row, int(self._slots.computed[last]))
         self._slots.remove_last_into(row)
 
     def forget_prompts(self) -> None:
@@ -82,6 +105,8 @@ class Scheduler:
         computed_N = self._slots.computed[: self._slots.count]
         again = int(computed_N.sum())
         computed_N[:] = 0
+        if self._slots.drafts is not None:
+            self._slots.drafts.clear()
         self._lagging = list(self._slots.jobs)
         return again
 
@@ -92,7 +117,7 @@ class Scheduler:
     def _chunks(self) -> list[Chunk]:
         """Extra tokens of rows that lag, first come first served, within the budget."""
         slots, chunks, width = self._slots, list[Chunk](), 0
-        self._cache.reserve(slots.count, 1)  # `_follows` may copy a shared prompt into a new row
+        self._reserve(1)  # `_follows` may copy a shared prompt into a new row
         self._lagging = [job for job in self._lagging if job.row >= 0 and self._lag(job) > 1]
         for job in self._lagging:
             if self._follows(job):
@@ -114,7 +139,21 @@ class Scheduler:
             return False
         if self._slots.computed[leader.row] < needed:
             return True
-        self._cache.copy(leader.row, row, needed)
-        self._slots.computed[row] = needed
+        self._copy(leader.row, row, needed)
+        self._slots.share_prompt(leader.row, row, needed)
         job.leader = None
         return True
+
+    def _join(self, chunks: list[Chunk], tokens_T: Column, positions_T: Column) -> tuple[Column, Column]:
+        """Tokens and positions of rows with those of chunks behind them."""
+        tokens = [self._slots.tokens[c.row, c.start : c.end] for c in chunks]
+        positions = [np.arange(c.start, c.end) for c in chunks]
+        return np.concatenate([tokens_T, *tokens]), np.concatenate([positions_T, *positions])
+
+    def _reserve(self, reach: int) -> None:
+        for cache in self._caches:
+            cache.reserve(self._slots.count, reach)
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        for cache in self._caches:
+            cache.copy(source, target, length)

@@ -3,6 +3,9 @@
 `known` counts the tokens a row has (prompt and sampled), `computed` those whose keys and values are in the cache.
 A row samples when a step brings `computed` up to `known`. Prefill, resumed answers and recomputing after a weight
 update are all the same: a row whose `computed` lags.
+
+Drafts, where there are any, wait in columns of their own. The cache of a drafting head is filled from `head_from` to
+`head_computed`: it has gaps where nothing was drafted for a while.
 """
 
 from typing import NamedTuple
@@ -10,7 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.sampling import Column, RowSettings, row_settings, uniforms
+from asyncrl.engines.native.sampling import (
+    Column,
+    Purpose,
+    RowSettings,
+    row_settings,
+    stream_starts,
+    uniforms,
+    uniforms_at,
+)
+from asyncrl.engines.native.speculation.drafts import DraftTable
+from asyncrl.engines.native.speculation.verify import Verdict
 from asyncrl.types import Sampling
 
 NO_TOKEN = -1
@@ -25,15 +38,20 @@ class Ended(NamedTuple):
 
 
 class SlotTable:
-    def __init__(self, rows: int, length: int) -> None:
+    def __init__(self, rows: int, length: int, drafts: DraftTable | None = None) -> None:
         self.jobs: list[Job] = []
         self._max_length = length
+        self.drafts = drafts
+        spare = 2 + drafts.nodes if drafts is not None else 0  # a step may compute drafts behind the end of an answer
         # Zeroed pages cost no memory before they are touched, so the widest row is reserved at once.
-        self.tokens = np.zeros((rows, length), np.int64)
+        self.tokens = np.zeros((rows, length + spare), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
         self.uniforms = np.zeros((rows, length), np.float32)
-        self._integers = np.zeros((5, rows), np.int64)
-        self.known, self.computed, self.segment, self._limit, self._top_k = self._integers
+        self._integers = np.zeros((8, rows), np.int64)
+        self.known, self.computed, self.segment, self._limit, self._top_k = self._integers[:5]
+        self.head_from, self.head_computed, self._begin = self._integers[5:]
+        self._starts = np.zeros((len(Purpose), rows), np.uint64)
+        """Of the streams of random numbers."""
         self._reals = np.zeros((2, rows), np.float32)
         self._temperature, self._top_p = self._reals
         self._plain = np.zeros(rows, np.bool_)
@@ -58,11 +76,15 @@ class SlotTable:
         self.jobs[row] = job
         self.tokens[row, :length] = request.tokens
         self.known[row], self.computed[row], self.segment[row] = length, 0, length
-        begin = length - request.resumed
+        begin = self._begin[row] = length - request.resumed
         limit = self._limit[row] = min(begin + sampling.max_tokens, self._max_length)
         self.uniforms[row, begin:limit] = uniforms(request.seed, limit - begin)
         self._place_sampling(row, sampling)
         self._settings = None
+        if self.drafts is not None:
+            self.drafts.count[row] = 0
+            self.head_from[row] = self.head_computed[row] = 0
+            self._starts[:, row] = stream_starts(request.seed)
 
     def remove_last_into(self, row: int) -> None:
         """Drop a row by moving the last one into its place."""
@@ -81,6 +103,24 @@ class SlotTable:
         self._reals[:, row] = self._reals[:, last]
         self._plain[row] = self._plain[last]
         self._stop[row] = self._stop[last]
+        if self.drafts is not None:
+            self.drafts.move(last, row)
+            self._starts[:, row] = self._starts[:, last]
+
+    def share_prompt(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of a row were copied from another."""
+        self.computed[target] = length
+        self.head_from[target] = min(self.head_from[source], length)
+        self.head_computed[target] = length if self.head_computed[source] >= length else 0
+
+    def uniforms_of(self, purpose: Purpose, positions_N_W: Column) -> Column:
+        """Random numbers for tokens of the live rows at any positions."""
+        rows = slice(0, self.count)
+        return uniforms_at(self._starts[purpose, rows, None], positions_N_W - self._begin[rows, None])
+
+    def drawn(self) -> Column:
+        """The live rows that are not greedy."""
+        return self._temperature[: self.count] > 0
 
     def settings(self) -> RowSettings:
         """Sampling settings of the live rows; made again only when rows changed."""
@@ -109,6 +149,26 @@ class SlotTable:
         stops_R = (self._stop[rows_R] == token_N[:, None]).any(1)
         ends_R = (stops_R | (known_R == self._limit[rows_R])).nonzero()[0]
         return len(rows_R), Ended(rows_R[ends_R].tolist(), stops_R[ends_R].tolist())
+
+    def record_runs(self, end_N: Column, verdict: Verdict) -> tuple[Column, Ended]:
+        """The same for a step with drafts: rows that caught up keep the accepted ones and one token more.
+
+        A stop token or the limit ends a run early. Returns how many tokens each row keeps.
+        """
+        rows, width = verdict.tokens_N_W.shape
+        known_N, column_W = self.known[:rows], np.arange(width)
+        run_N = np.where(end_N == known_N, np.minimum(verdict.accepted_N + 1, self._limit[:rows] - known_N), 0)
+        stops_N_W = (self._stop[:rows, None] == verdict.tokens_N_W[:, :, None]).any(2) & (column_W < run_N[:, None])
+        stopped_N = stops_N_W.any(1)
+        run_N = np.where(stopped_N, stops_N_W.argmax(1) + 1, run_N)
+        row_R, column_R = (column_W < run_N[:, None]).nonzero()
+        place_R = row_R, known_N[row_R] + column_R
+        self.tokens[place_R] = verdict.tokens_N_W[row_R, column_R]
+        self.logprobs[place_R] = verdict.logprobs_N_W[row_R, column_R]
+        known_N += run_N
+        self.computed[:rows] = np.where(run_N > 0, known_N - 1, end_N)
+        ends_R = (stopped_N | ((run_N > 0) & (known_N == self._limit[:rows]))).nonzero()[0]
+        return run_N, Ended(ends_R.tolist(), stopped_N[ends_R].tolist())
 
     def _place_sampling(self, row: int, sampling: Sampling) -> None:
         temperature, top_k, top_p, stop = sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop

@@ -6,6 +6,9 @@ our own (worker.py), prefix cache salts, stat loggers. vLLM runs its model in a 
 
 import asyncio
 import gc
+import os
+import shutil
+import tempfile
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,12 +22,14 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from asyncrl.drafting.settings import DrafterSettings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.requests import Pending, RequestSide
-from asyncrl.engines.settings import DrafterSettings
 from asyncrl.engines.settings import VllmEngine as Settings
 from asyncrl.engines.vllm.counters import Counters
-from asyncrl.engines.vllm.options import engine_args, sampling_params, within
+from asyncrl.engines.vllm.environment import SPECULATION
+from asyncrl.engines.vllm.options import engine_args, is_adaptive, sampling_params, within
+from asyncrl.engines.vllm.scheduler import Speculation
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.types import EngineStats, Finish, Request, Segment, WeightAck, WeightManifest
 
@@ -32,6 +37,8 @@ QUIET_TURNS = 10
 """Turns of the event loop without a new token after which, in a paused engine, none is on its way any more."""
 END_TIMEOUT_S = 10.0
 """For vLLM's processes to end after its shutdown."""
+ORDER_TIMEOUT_S = 60.0
+"""For an order to reach vLLM's scheduler, which looks for one while it has requests."""
 FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -62,6 +69,9 @@ class VllmEngine(RequestSide[_Job]):
         super().__init__(name, version)
         self._settings = within(settings, model_path)
         self._args = engine_args(model_path, self._settings, drafter, precision)
+        self._speculation: Speculation | None = None
+        if is_adaptive(drafter):
+            self._speculation = Speculation(drafter=drafter, folder=tempfile.mkdtemp(prefix="asyncrl-speculation-"))
         self._counters = Counters()
         self._llm: AsyncLLM | None = None
         self._processes: list[BaseProcess] = []
@@ -73,6 +83,8 @@ class VllmEngine(RequestSide[_Job]):
     async def start(self) -> None:
         if self._llm is not None:
             raise EngineError(f"engine {self.name} was started before; make a new one")
+        if self._speculation is not None:
+            os.environ[SPECULATION] = msgspec.json.encode(self._speculation).decode()
         others = active_children()
         # It blocks this loop on purpose: nothing can be served before, and vLLM has its own limit for the start.
         try:
@@ -169,10 +181,22 @@ class VllmEngine(RequestSide[_Job]):
             drafts=self._counters.drafts,
             drafted_tokens=self._counters.drafted,
             accepted_by_position=tuple(self._counters.accepted),
+            speculation=self._speculation.report().arms if self._speculation else (),
         )
+
+    async def force_depth(self, depth: int | None) -> None:
+        """Draft so many tokens in every step; None: the bandit chooses again. Waits for the next steps to do so."""
+        if self._speculation is None:
+            raise EngineError(f"engine {self.name} has no bandit: drafter.adaptive.on must be true, and by_batch empty")
+        self._speculation.order(depth)
+        async with asyncio.timeout(ORDER_TIMEOUT_S):
+            while self._speculation.report().depth != depth:  # noqa: ASYNC110  (another process says so in a file)
+                await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         self._refusal = "is closed"
+        if self._speculation is not None:
+            shutil.rmtree(self._speculation.folder, ignore_errors=True)
         llm, self._llm = self._llm, None
         if llm is None:
             return

@@ -6,6 +6,9 @@ from asyncrl.engines.settings import VllmEngine
 
 OWNER = "ASYNCRL_ENGINE_OWNER"
 """Process without which the engine's own have no reason to live."""
+SPECULATION = "ASYNCRL_ENGINE_SPECULATION"
+"""What our scheduler inside vLLM has to know (scheduler.py), as JSON. Not in vLLM's own settings, because its cache of
+compiled code goes by these, and a folder in it is another one each time."""
 
 
 def prepare(settings: VllmEngine) -> None:

@@ -1,7 +1,7 @@
 """Our settings in vLLM's words."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 from vllm import SamplingParams
@@ -9,19 +9,16 @@ from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 
-from asyncrl.engines.settings import (
-    DrafterSettings,
-    Eagle3Drafter,
-    EagleDrafter,
-    NgramDrafter,
-    NoDrafter,
-    VllmEngine,
-)
+from asyncrl.devices import has_gpu
+from asyncrl.drafting.bandit import strategies
+from asyncrl.drafting.settings import DrafterSettings, Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter
+from asyncrl.engines.settings import VllmEngine
 from asyncrl.models.config import read_config
 from asyncrl.types import Request
 
 BACKEND = "asyncrl"
 """Name under which worker.py registers our weight transfer."""
+WORKER = "asyncrl.engines.vllm.drafting_worker.DraftingWorker"
 PRECISIONS: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 SEEDS = 2**63
 """vLLM takes seeds of 63 bits."""
@@ -51,14 +48,23 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         kv_cache_dtype=settings.kv_dtype,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
-        speculative_config=speculative_config(drafter),
+        speculative_config=speculative_config(drafter, settings.max_batch),
+        scheduler_cls="asyncrl.engines.vllm.scheduler.adaptive_scheduler" if is_adaptive(drafter) else None,
+        worker_cls="asyncrl.engines.vllm.drafting_worker.DraftingWorker"
+        if is_adaptive(drafter) and has_gpu()
+        else "auto",
         worker_extension_cls="asyncrl.engines.vllm.worker.WeightReader",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         disable_log_stats=False,  # our own logger counts steps and accepted drafts
     )
 
 
-def speculative_config(drafter: DrafterSettings) -> dict[str, Any] | None:
+def is_adaptive(drafter: DrafterSettings) -> TypeGuard[NgramDrafter | EagleDrafter | Eagle3Drafter]:
+    """Whether the bandit chooses, instead of a fixed number of tokens or a fixed table."""
+    return not isinstance(drafter, NoDrafter) and drafter.adaptive.on and not drafter.by_batch
+
+
+def speculative_config(drafter: DrafterSettings, max_batch: int) -> dict[str, Any] | None:
     match drafter:
         case NoDrafter():
             return None
@@ -72,9 +78,14 @@ def speculative_config(drafter: DrafterSettings) -> dict[str, Any] | None:
             method = {"method": "eagle", "model": path}
         case Eagle3Drafter(path=path):
             method = {"method": "eagle3", "model": path}
-    schedule = [list(entry) for entry in drafter.by_batch]
+    tokens, schedule = drafter.tokens, [list(entry) for entry in drafter.by_batch]
+    if is_adaptive(drafter):
+        # A table makes vLLM ask its scheduler, ours, in each step. It has one entry: vLLM takes its CUDA graphs from
+        # it, and 0.26 fails to capture those of the head for any number of tokens but the largest.
+        tokens = max(strategy.depth for strategy in strategies(drafter))
+        schedule = [[1, max_batch, tokens]]
     dynamic = {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
-    return {**method, "num_speculative_tokens": drafter.tokens, **dynamic}
+    return {**method, "num_speculative_tokens": tokens, **dynamic}
 
 
 def sampling_params(request: Request, settings: VllmEngine) -> SamplingParams:

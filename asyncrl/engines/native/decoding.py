@@ -1,0 +1,80 @@
+"""The policy as it decodes, and a plain step with it."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncrl.engines.native.cache import KvCache
+from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
+from asyncrl.engines.native.published import Receiver, load_published
+from asyncrl.engines.native.sampling import sample
+from asyncrl.engines.native.scheduler import Step
+from asyncrl.engines.native.slots import Ended, SlotTable
+from asyncrl.models.checkpoint import load_model
+from asyncrl.models.head import fp32_product
+from asyncrl.models.names import hf_tensors
+from asyncrl.models.norm import NormScale
+from asyncrl.types import WeightManifest
+
+
+class Policy:
+    """The weights, and what follows from them and is made again when they change."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, positions: int, *, keep_output: bool = False) -> None:
+        self.model, self.config = load_model(path, dtype)
+        self._positions, self._keep_output = positions, keep_output
+        self.output_E_V = torch.empty(0)
+        """The output matrix as published, in fp32, where it is kept: for decoding it is changed in place."""
+        store_by_columns(self.model)
+        self._derive()
+
+    def load(self, manifest: WeightManifest, receiver: Receiver) -> str:
+        digest = load_published(manifest, dict(hf_tensors(self.model)), receiver)
+        self._derive()
+        return digest
+
+    def logits(self, hidden_T_E: Tensor) -> Tensor:
+        return fp32_product(hidden_T_E, self.head_E_V)
+
+    def final(self, hidden_T_E: Tensor) -> Tensor:
+        """Hidden states as the model means them: their scale may be a part of the output matrix here."""
+        return hidden_T_E if self._scale_E is None else hidden_T_E * self._scale_E
+
+    def _derive(self) -> None:
+        if self._keep_output:
+            self.output_E_V = self.model.output_matrix.detach().t().to(torch.float32, copy=True).contiguous()
+        self.tensors, self.head_E_V = decoding_tensors(self.model, self._positions)
+        folded = self.tensors.norm.scale is None
+        self._scale_E = NormScale.of(self.model.norm.detach(), self.config.norm_eps).scale if folded else None
+
+
+class Outcome(NamedTuple):
+    """What a step has done."""
+
+    sampled: int
+    prefilled: int
+    ended: Ended
+    logprob_sum: float
+    """Not a number if any log-probability is none."""
+
+
+class Decoding(NamedTuple):
+    """What every step works on."""
+
+    policy: Policy
+    cache: KvCache
+    slots: SlotTable
+
+    def plain(self, step: Step) -> Outcome:
+        """Every row that catches up gets one token."""
+        policy, slots = self.policy, self.slots
+        rows = slots.count
+        attend = self.cache.attend(step.layout)
+        hidden_N_E = policy.tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
+        uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
+        token_N_1, logprob_N_1 = sample(policy.logits(hidden_N_E), slots.settings(), uniform_N_1)
+        logprob_N = logprob_N_1.numpy()[:, 0]
+        sampled, ended = slots.record(step.end_N, token_N_1.numpy()[:, 0], logprob_N)
+        return Outcome(sampled, len(step.tokens_T) - sampled, ended, float(logprob_N.sum()))

@@ -1,0 +1,62 @@
+"""Where drafts come from."""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from asyncrl.drafting.settings import Strategy
+from asyncrl.engines.native.cache import Layout
+from asyncrl.engines.native.sampling import Column
+from asyncrl.engines.native.slots import SlotTable
+from asyncrl.types import SpeculationArm
+
+Taps = tuple[int, ...]
+
+
+class Seen(NamedTuple):
+    """What a step has computed, after its tokens were recorded: each row's accepted columns lie first, in order."""
+
+    layout: Layout
+    """Of a chain, whatever was drafted."""
+    start_N: Column
+    """Computed tokens of each row before the step."""
+    last_N: Column
+    """The column of each row whose next token is its newest."""
+    ready_N: Column
+    """Rows that decode; the others are still prefilling."""
+    read_T_R: Tensor | None
+    """What the source asked for, of the flat tokens."""
+
+
+class Source(Protocol):
+    taps: Taps | None
+    """What it reads of the target: places in the residual stream, () for the final hidden states, None for nothing."""
+
+    def draft(self, slots: SlotTable, strategy: Strategy, seen: Seen) -> None:
+        """Put drafts for the next step into `slots.drafts`."""
+        ...
+
+
+class Chooser(Protocol):
+    """As `asyncrl.drafting.bandit.Bandit` is."""
+
+    def choose(self, batch: int) -> Strategy: ...
+
+    def record(self, batch: int, strategy: Strategy, tokens: int, seconds: float) -> None: ...
+
+    def report(self) -> tuple[SpeculationArm, ...]: ...
+
+
+class Always:
+    """One strategy, whatever is measured."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def choose(self, batch: int) -> Strategy:
+        return self._strategy
+
+    def record(self, batch: int, strategy: Strategy, tokens: int, seconds: float) -> None: ...
+
+    def report(self) -> tuple[SpeculationArm, ...]:
+        return ()

@@ -1,0 +1,140 @@
+"""Inside vLLM's engine process: the bandit says how many tokens are drafted in each step, and measures what they gave.
+
+vLLM takes a scheduler of ours by its argument `scheduler_cls`. Its own one reads the number of tokens from
+`dynamic_sd_lookup`, by the number of requests in the step; ours replaces that table before each step. Figures reach our
+engine, and orders come back, by two small files, which works wherever vLLM puts its workers.
+"""
+
+import logging
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+
+from asyncrl.drafting.bandit import Bandit, strategies
+from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, NgramDrafter
+from asyncrl.engines.vllm.environment import SPECULATION
+from asyncrl.types import SpeculationArm
+
+EXCHANGE_S = 0.5
+"""Between two looks at the files."""
+log = logging.getLogger(__name__)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the scheduler says."""
+
+    arms: tuple[SpeculationArm, ...] = ()
+    depth: int | None = None
+    """The one that it was told to use; None: the bandit chooses."""
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler has to know, and the folder in which it and our engine write to each other."""
+
+    drafter: NgramDrafter | EagleDrafter | Eagle3Drafter
+    folder: str
+    seed: int = 0
+
+    def say(self, report: Report) -> None:
+        self._write("report", msgspec.json.encode(report))
+
+    def report(self) -> Report:
+        path = Path(self.folder, "report")
+        return msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report()
+
+    def order(self, depth: int | None) -> None:
+        """Draft so many tokens in every step; None: the bandit chooses."""
+        self._write("depth", msgspec.json.encode(depth))
+
+    def ordered(self) -> int | None:
+        path = Path(self.folder, "depth")
+        return msgspec.json.decode(path.read_bytes(), type=int | None) if path.exists() else None
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Whole or not at all, for whoever reads meanwhile."""
+        draft = Path(self.folder, f"{name}.new")
+        draft.write_bytes(content)
+        draft.rename(draft.with_suffix(""))
+
+
+class _Meter:
+    """The bandit's eyes and hands in a scheduler."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+        self._bandit = Bandit(speculation.drafter, speculation.seed)
+        self._by_depth = {strategy.depth: strategy for strategy in strategies(speculation.drafter)}
+        self._ordered: int | None = None
+        self._ended: float | None = None
+        self._exchanged = 0.0
+
+    def depth(self, batch: int) -> int:
+        return self._bandit.choose(batch).depth if self._ordered is None else self._ordered
+
+    def ended(self, scheduled: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], idle: bool) -> None:
+        """A step took what passed since the end of the one before: with asynchronous scheduling they overlap."""
+        now = perf_counter()
+        seconds = 0.0 if self._ended is None else now - self._ended
+        self._ended = None if idle else now
+        batch = len(scheduled.num_scheduled_tokens)
+        decoding = batch + sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        strategy = self._by_depth.get(scheduled.num_spec_tokens_to_schedule)
+        # A step that rather computes prompts says nothing; a few prompts are in nearly every step of short answers.
+        if batch and strategy and scheduled.total_num_scheduled_tokens <= 2 * decoding:
+            tokens = sum(len(output.new_token_ids) for each in outputs.values() for output in each.outputs)
+            self._bandit.record(batch, strategy, tokens, seconds)
+        if now - self._exchanged > EXCHANGE_S:
+            self._exchange(now)
+
+    def _exchange(self, now: float) -> None:
+        self._exchanged = now
+        self._ordered = self._speculation.ordered()
+        self._speculation.say(Report(self._bandit.report(), self._ordered))
+
+
+class AdaptiveScheduler(Scheduler):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._meter: _Meter | None = None
+        if self.dynamic_sd_lookup is None:
+            log.warning(
+                "drafter.adaptive.on=true is not possible here, as vLLM has switched off its dynamic speculation: "
+                "always %d tokens are drafted",
+                self.num_spec_tokens,
+            )
+        else:
+            self._meter = _Meter(msgspec.json.decode(os.environ[SPECULATION], type=Speculation))
+
+    def schedule(self, *args: Any, **settings: Any) -> SchedulerOutput:
+        if self._meter is not None:
+            most = self.scheduler_config.max_num_seqs
+            batch = min(len(self.running) + len(self.waiting), most)
+            self.dynamic_sd_lookup = [min(self._meter.depth(batch), self.num_spec_tokens)] * (most + 1)
+        return super().schedule(*args, **settings)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._meter is not None:
+            self._meter.ended(scheduler_output, outputs, idle=not self.has_unfinished_requests())
+        return outputs
+
+
+class AdaptiveAsyncScheduler(AdaptiveScheduler, AsyncScheduler):
+    """The same, scheduling the next step before the last one has ended."""
+
+
+def adaptive_scheduler(vllm_config: VllmConfig, **settings: Any) -> Scheduler:
+    """What vLLM calls for its scheduler, once it knows whether it schedules asynchronously."""
+    chosen = AdaptiveAsyncScheduler if vllm_config.scheduler_config.async_scheduling else AdaptiveScheduler
+    return chosen(vllm_config=vllm_config, **settings)

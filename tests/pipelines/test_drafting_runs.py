@@ -1,0 +1,75 @@
+"""Whole runs with a drafter: it learns beside the policy, its heads reach the engines, and a kill costs little."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file
+
+from actors.drafter import STATE
+from asyncrl.buffer.reader import read_run
+from asyncrl.drafting.checkpoint import load_head
+from asyncrl.models.config import read_config
+from asyncrl.rundir import read_events
+from tests.pipelines import helpers
+
+QUICK = (
+    "drafter.tokens=3",
+    "drafter.adaptive.on=false",
+    "drafter.training.batch_tokens=200",
+    "drafter.training.held_out=0.3",
+    "drafter.training.publish_every=0.02",
+    "steps=8",
+)
+"""Looks at a head after every update or two, and always drafts."""
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> str:
+    """Rewards that differ within a group: from groups of equal ones nothing is learned, and no forward is made."""
+    file = tmp_path / "judge.py"
+    file.write_text("def reward(prompt, completion, answer):\n    return float(len(completion) % 2)\n")
+    return f"reward.function={file}:reward"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, model: Path, judge: str):
+    helpers.finish(helpers.start(tmp_path, model, f"drafter={kind}", *QUICK, judge))
+    summary = helpers.summary(tmp_path)
+    assert summary["status"] == "ok"
+    assert summary["acceptance_length_mean"] >= 1
+    assert len(summary["acceptance_by_position"]) <= 3
+    drafter = summary["drafter"]
+    assert drafter["updates"] > 0
+    assert drafter["windows"] > 0
+    published = [
+        e["version"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["kind"] == "drafter_published"
+    ]
+    assert published == list(range(1, len(published) + 1))
+    assert published, "no head was ever better than the fresh one"
+    assert load_head(tmp_path / "run" / "drafter", read_config(model)).config.kind == kind
+    assert summary["samples_trained"] == 8 * 16
+    assert abs(summary["mismatch_kl"]) < 1e-2, "log-probabilities are the policy's, whoever drafted"
+
+
+def test_a_drafter_on_ray_goes_on_after_a_kill(tmp_path: Path, model: Path, judge: str):
+    process = helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, judge, "cluster=local", "steps=12")
+    helpers.kill_after_step(process, tmp_path, 4)
+    state = tmp_path / "run" / "drafter" / STATE
+    before = int(load_file(state)["updates"]) if state.is_file() else 0
+    helpers.resume(tmp_path / "run")
+    assert helpers.summary(tmp_path)["ledger"]["consumed"] == 12 * 16
+    assert int(load_file(state)["updates"]) > before
+    rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
+    assert [row["step"] for row in rows] == list(range(12))
+
+
+def test_ngram_drafts_change_no_answer(tmp_path: Path, model: Path):
+    """Under the same seeds the answers of a synchronous run are the same, token for token, with drafts and without."""
+    answers: list[dict[object, list[int]]] = []
+    for name, drafter in (("plain", ()), ("ngram", ("drafter=ngram", "drafter.adaptive.on=false"))):
+        root = tmp_path / name
+        helpers.finish(helpers.start(root, model, "max_staleness=0", "steps=2", *drafter))
+        answers.append({t.slot: t.tokens.tolist() for t in read_run(root / "run" / "trajectories")})
+    assert answers[0] == answers[1]
+    assert helpers.summary(tmp_path / "ngram")["acceptance_length_mean"] > 1
