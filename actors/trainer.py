@@ -74,8 +74,7 @@ class TrainerActor:
         drafter = self._run.drafter
         assert isinstance(drafter, EagleDrafter | Eagle3Drafter)
         taps = read_head_config(Path(drafter.path), self._learner.model_config).taps
-        dtype = torch.bfloat16 if self._run.trainer.dtype == "bf16" else torch.float32
-        return HiddenTap(drafter.training, taps, dtype, self._run.seed)
+        return HiddenTap(drafter.training, taps, self._run.seed)
 
     def _at_work(self) -> AbstractContextManager[None]:
         """A drafter that trains in idle time stops for as long as this lasts."""

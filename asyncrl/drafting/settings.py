@@ -69,7 +69,7 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
     """Of SmoothL1 between the head's state and the target's (EAGLE only)."""
     window_tokens: Positive = 512
     """Longest stretch of one answer that is kept."""
-    tokens_per_step: Positive = 16384
+    tokens_per_step: Positive = 2048
     """Hidden states streamed per training step, at most."""
     passes: Positive = 4
     """Times that the drafter goes over what it was sent, on average; then it waits for more."""

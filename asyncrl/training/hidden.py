@@ -15,15 +15,18 @@ from asyncrl.drafting.reading import cut
 from asyncrl.drafting.settings import DrafterTraining
 from asyncrl.drafting.windows import Window
 from asyncrl.models.decoder import Taps
-from asyncrl.training.packing import PackedBatch
-from asyncrl.types import GIVEN
+from asyncrl.training.packing import Answer, PackedBatch
+from asyncrl.types import GIVEN, Ints
+
+DTYPE = torch.bfloat16
+"""Half the bytes, and more than a drafter needs."""
 
 
 class HiddenTap:
     """Collects windows until they are drained."""
 
-    def __init__(self, settings: DrafterTraining, layers: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
-        self._settings, self._layers, self._dtype = settings, layers, dtype
+    def __init__(self, settings: DrafterTraining, layers: tuple[int, ...], seed: int) -> None:
+        self._settings, self._layers = settings, layers
         self._random = random.Random(seed)
         self._version = self._seen = 0
         self._left = settings.tokens_per_step
@@ -39,25 +42,39 @@ class HiddenTap:
         self._version, self._seen, self._left = version, 0, self._settings.tokens_per_step
 
     def take(self, batch: PackedBatch, hidden_T_E: Tensor, tapped: Sequence[Tensor]) -> None:
-        for row, answer in zip(batch.rows, batch.answers, strict=True):
-            self._seen += len(row)
-            if self._left <= 0 or self._random.random() >= self._chance:
-                continue
-            self._left -= min(len(row), self._settings.window_tokens)
-            place = torch.from_numpy(row).to(hidden_T_E.device)
-            given = len(row) + 1 - len(answer.tokens)
-            self._windows.append(
-                cut(
-                    slot=answer.slot,
-                    version=self._version,
-                    tokens=np.concatenate([batch.tokens_T[place[:given]].cpu().numpy(), answer.tokens]),
-                    versions=np.concatenate([np.full(given, GIVEN), np.where(answer.sampled, answer.versions, GIVEN)]),
-                    hidden_T_E=hidden_T_E.detach()[place],
-                    taps=[tap.detach()[place] for tap in tapped],
-                    longest=self._settings.window_tokens,
-                    dtype=self._dtype,
-                )
-            )
+        """The states of some answers, gathered and brought to the CPU all at once."""
+        chosen = [index for index, row in enumerate(batch.rows) if self._wants(len(row))]
+        if not chosen:
+            return
+        rows = [batch.rows[index] for index in chosen]
+        place = torch.from_numpy(np.concatenate(rows)).to(hidden_T_E.device)
+        tokens = batch.tokens_T[place].cpu().numpy()
+        states = [x.detach().index_select(0, place).to("cpu", DTYPE) for x in (hidden_T_E, *tapped)]
+        end = 0
+        for index, row in zip(chosen, rows, strict=True):
+            here, end = slice(end, end + len(row)), end + len(row)
+            hidden, *taps = (state[here] for state in states)
+            self._windows.append(self._window(batch.answers[index], tokens[here], hidden, taps))
+
+    def _wants(self, tokens: int) -> bool:
+        self._seen += tokens
+        if self._left <= 0 or self._random.random() >= self._chance:
+            return False
+        self._left -= min(tokens, self._settings.window_tokens)
+        return True
+
+    def _window(self, answer: Answer, tokens: Ints, hidden_T_E: Tensor, taps: Sequence[Tensor]) -> Window:
+        given = len(tokens) + 1 - len(answer.tokens)
+        return cut(
+            slot=answer.slot,
+            version=self._version,
+            tokens=np.append(tokens, answer.tokens[-1]),
+            versions=np.concatenate([np.full(given, GIVEN), np.where(answer.sampled, answer.versions, GIVEN)]),
+            hidden_T_E=hidden_T_E,
+            taps=taps,
+            longest=self._settings.window_tokens,
+            dtype=DTYPE,
+        )
 
     def drain(self) -> list[Window]:
         windows, self._windows = self._windows, []

@@ -50,7 +50,7 @@ def _groups(count: int, seed: int = 0) -> list[Group]:
 def _learner(path: Path, settings: DrafterTraining) -> Learner:
     tiny_checkpoint(path)
     learner = Learner(path, Run())
-    learner.hidden = HiddenTap(settings, TAPS, torch.float32, seed=0)
+    learner.hidden = HiddenTap(settings, TAPS, seed=0)
     return learner
 
 
@@ -69,8 +69,9 @@ def test_windows_hold_what_one_forward_over_each_sample_alone_gives(tmp_path: Pa
         assert (window.start, window.answer_length) == (alone.start, alone.answer_length)
         assert window.tokens_T.tolist() == alone.tokens_T.tolist()
         assert window.sampled_T.tolist() == alone.sampled_T.tolist()
-        torch.testing.assert_close(window.hidden_T_E, alone.hidden_T_E, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(window.taps_T_R, alone.taps_T_R, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(window.hidden_T_E.float(), alone.hidden_T_E, atol=1e-4, rtol=1e-2)
+        assert window.taps_T_R is not None
+        torch.testing.assert_close(window.taps_T_R.float(), alone.taps_T_R, atol=1e-4, rtol=1e-2)
         assert not window.hidden_T_E.requires_grad
     assert learner.hidden.drain() == []
 
