@@ -5,6 +5,7 @@ the head with the one that the engines have, on answers that neither was trained
 """
 
 import asyncio
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +21,7 @@ from asyncrl.drafting.learner import Acceptance, DrafterLearner
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.spot import BusyFlag
 from asyncrl.drafting.store import HiddenStates
-from asyncrl.drafting.windows import decode
+from asyncrl.drafting.windows import Window, decode
 from asyncrl.models.checkpoint import load_model
 from asyncrl.types import WeightManifest
 from asyncrl.weights.shared_memory import SharedMemoryWriter
@@ -31,6 +32,8 @@ STATE = "training.safetensors"
 LOOK_SECONDS = 0.005
 """How often a waiting drafter looks whether it may go on."""
 JUDGE_TOKENS = 4096
+PART_TOKENS = 256
+"""Trained on between two looks: some tens of milliseconds on a CPU."""
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -127,20 +130,31 @@ class DrafterActor:
             if not self._may_train():
                 await asyncio.sleep(LOOK_SECONDS)
                 continue
-            began = perf_counter()
-            windows = self._states.batch(self._settings.batch_tokens)
-            self._trained_tokens += sum(map(len, windows))
-            self._learner.update(windows)
-            self._seconds += perf_counter() - began
-            await asyncio.sleep(0)
+            await self._update(self._states.batch(self._settings.batch_tokens))
             if self._seconds - self._judged_at >= self._settings.publish_every:
                 self._judge()
                 self._judged_at = self._seconds
 
+    async def _update(self, windows: list[Window]) -> None:
+        """One optimizer step, in small parts: between two of them the drafter gives way."""
+        self._trained_tokens += sum(map(len, windows))
+        parts = list(_parts(windows))
+        tokens = 0
+        for part in parts:
+            await self._give_way()
+            began = perf_counter()
+            tokens += self._learner.accumulate(part, 1 / len(parts))[1]
+            self._seconds += perf_counter() - began
+        if tokens:
+            self._learner.step()
+
+    async def _give_way(self) -> None:
+        await asyncio.sleep(0)
+        while self._settings.spot and self._busy.is_set:  # noqa: ASYNC110  (another process sets it)
+            await asyncio.sleep(LOOK_SECONDS)
+
     def _may_train(self) -> bool:
-        """Nobody is in the way, and there is something new to learn from."""
-        if self._settings.spot and self._busy.is_set:
-            return False
+        """There is something new to learn from."""
         counters = self._states.counters
         enough = counters.held_tokens >= self._settings.batch_tokens
         return enough and self._trained_tokens < self._settings.passes * counters.received_tokens
@@ -155,6 +169,17 @@ class DrafterActor:
             self._acceptance = found.candidate
             self._learner.mark_published()
             self._has_better = True
+
+
+def _parts(windows: list[Window]) -> Iterator[list[Window]]:
+    part: list[Window] = []
+    for window in windows:
+        part.append(window)
+        if sum(map(len, part)) >= PART_TOKENS:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _write(head: Head, state: dict[str, torch.Tensor], directory: Path) -> None:

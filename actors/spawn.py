@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from math import ceil
+from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
@@ -78,7 +79,14 @@ def _check_one_tree(_: object) -> None:
 
 
 def _lower_priority(_: object) -> None:
+    """Below everybody else. Where Linux groups processes by session, niceness counts within one only, so the process
+    gets a session of its own, and the session the lowest priority."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
+    try:
+        os.setsid()
+        Path("/proc/self/autogroup").write_text("19")
+    except OSError:  # no such groups here, or the process leads one already
+        pass
 
 
 class _Proxy:

@@ -85,11 +85,20 @@ class DrafterLearner:
 
     def update(self, windows: Sequence[Window]) -> Update:
         """One optimiser step over these windows together; none, if no draft could have been verified in them."""
+        loss, tokens = self.accumulate(windows)
+        return Update(loss=loss, grad_norm=self.step() if tokens else 0.0, tokens=tokens)
+
+    def accumulate(self, windows: Sequence[Window], share: float = 1.0) -> tuple[float, int]:
+        """Forward and backward of a share of an update; returns the loss, and how many tokens it is of."""
         given = batch(windows, self.device)
         if given is None:
-            return Update(loss=0.0, grad_norm=0.0, tokens=0)
+            return 0.0, 0
         loss = self._loss(given)
-        loss.backward()
+        (share * loss).backward()
+        return loss.item(), int(given.drafts_A.sum())
+
+    def step(self) -> float:
+        """One optimiser step with what was accumulated; returns the gradient's norm."""
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), GRAD_CLIP)
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.lr * min(1.0, (self.updates + 1) / RAMP)
@@ -97,7 +106,7 @@ class DrafterLearner:
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return Update(loss=loss.item(), grad_norm=norm.item(), tokens=int(given.drafts_A.sum()))
+        return norm.item()
 
     def evaluate(self, windows: Sequence[Window], depth: int) -> Acceptance:
         """Of drafts of `depth` tokens."""
