@@ -79,14 +79,10 @@ def _check_one_tree(_: object) -> None:
 
 
 def _lower_priority(_: object) -> None:
-    """Below everybody else. Where Linux groups processes by session, niceness counts within one only, so the process
-    gets a session of its own, and the session the lowest priority."""
-    os.setpriority(os.PRIO_PROCESS, 0, 19)
-    try:
-        os.setsid()
-        Path("/proc/self/autogroup").write_text("19")
-    except OSError:  # no such groups here, or the process leads one already
-        pass
+    """Linux has a priority for each thread, and this one is not the one that computes."""
+    tasks = Path("/proc/self/task")
+    for thread in [int(task.name) for task in tasks.iterdir()] if tasks.exists() else [0]:
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
 
 
 class _Proxy:
