@@ -79,10 +79,13 @@ def _check_one_tree(_: object) -> None:
 
 
 def _lower_priority(_: object) -> None:
-    """Linux has a priority for each thread, and this one is not the one that computes."""
-    tasks = Path("/proc/self/task")
-    for thread in [int(task.name) for task in tasks.iterdir()] if tasks.exists() else [0]:
-        os.setpriority(os.PRIO_PROCESS, thread, 19)
+    """Linux schedules threads, and this one is not the one that computes. An idle thread gives way at once, where a
+    nice one may use up its time slice."""
+    if not hasattr(os, "SCHED_IDLE"):  # macOS
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
+        return
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
 
 
 class _Proxy:
