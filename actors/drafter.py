@@ -27,8 +27,8 @@ from asyncrl.types import WeightManifest
 from asyncrl.weights.shared_memory import SharedMemoryWriter
 from asyncrl.weights.transport import read_published
 
-STATE = "training.safetensors"
-"""Beside the head: its optimizer, to go on from."""
+STATE = "optimizer.state"
+"""Beside the head: its optimizer, to go on from. In safetensors, but vLLM takes every file so named for weights."""
 LOOK_SECONDS = 0.005
 """How often a waiting drafter looks whether it may go on."""
 JUDGE_TOKENS = 4096

@@ -13,6 +13,7 @@ from rich.table import Table
 from asyncrl.algorithms.settings import CustomAlgorithm, CustomCorrection
 from asyncrl.config import Checkpoint, Run, WarmStart, check
 from asyncrl.devices import has_avx512, has_gpu
+from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.settings import FakeEngine, VllmEngine
 from asyncrl.engines.vllm import versions
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, MissingDependencyError
@@ -66,6 +67,11 @@ def _engine(run: Run) -> Iterator[str]:
         yield "engine.quantization=fp8 needs a GPU, and there is none here; use engine.quantization=none"
     if run.engine.kv_dtype == "fp8" and not has_avx512():
         yield "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512; use engine.kv_dtype=auto"
+    if not isinstance(run.drafter, NoDrafter) and run.rollout.temperature > 0:
+        yield (
+            f"drafter={run.drafter.__struct_config__.tag} with engine=vllm needs a GPU: on a CPU vLLM 0.29 samples "
+            "drafted tokens wrongly and reports wrong log-probabilities; use engine=native, or drafter=none"
+        )
     if run.engine.tensor_parallel > 1:
         yield f"engine.tensor_parallel={run.engine.tensor_parallel} needs as many GPUs, and there is none here"
 

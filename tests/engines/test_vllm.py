@@ -201,6 +201,15 @@ def test_what_needs_a_gpu_is_refused_without_one(
     assert any(words in found for found in plan.problems(Run(root=str(tmp_path), engine=settings)))
 
 
+def test_drafts_for_sampled_answers_are_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(root=str(tmp_path), engine=VllmEngine(), drafter=NgramDrafter())
+    words = "drafter=ngram with engine=vllm needs a GPU"
+    monkeypatch.setattr(plan, "has_gpu", lambda: False)
+    assert any(words in found for found in plan.problems(run))
+    greedy = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, temperature=0.0))
+    assert not any(words in found for found in plan.problems(greedy))
+
+
 @pytest.mark.parametrize(
     ("gpu", "found", "chosen"),
     [(True, "0.26.0", "vllm"), (True, None, "native"), (True, "0.31.0", "native"), (False, "0.29.0", "native")],

@@ -109,7 +109,7 @@ async def answer(engine: Engine, model: Path, split: str, count: int, temperatur
 
 @needs_vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_vllm_accepts_what_an_exported_head_drafts(kind: str, small: Path, tmp_path: Path) -> None:
     drafting, settings = DRAFTERS[kind], DrafterTraining()
     model, config = load_model(small)

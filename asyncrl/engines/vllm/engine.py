@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import tempfile
+from math import isfinite
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -248,8 +249,11 @@ class VllmEngine(RequestSide[_Job]):
 
     def _take(self, job: _Job, new: CompletionOutput) -> None:
         logprobs = cast(list[dict[int, Logprob]], new.logprobs or [])
+        found = [step[token].logprob for token, step in zip(new.token_ids, logprobs, strict=True)]
+        if not all(map(isfinite, found)):
+            raise EngineError(f"vLLM reports log-probabilities that are not finite under version {self._version}")
         job.tokens += new.token_ids
-        job.logprobs += [step[token].logprob for token, step in zip(new.token_ids, logprobs, strict=True)]
+        job.logprobs += found
         job.sampled += len(new.token_ids)
         self._generated += len(new.token_ids)
         if new.finish_reason is not None and self._jobs.get(job.request.id) is job:
