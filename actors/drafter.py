@@ -66,7 +66,8 @@ class DrafterActor:
         head = load_head(run.drafter.path, config)
         device = "cuda" if torch.cuda.is_available() and run.trainer.device != "cpu" else "cpu"
         self._learner = DrafterLearner(head, model.embed_tokens.weight, model.output_matrix, self._settings, device)
-        if (directory / STATE).is_file():
+        resumed = (directory / STATE).is_file()
+        if resumed:
             self._learner.restore(load_file(directory / STATE))
         self._states = HiddenStates(self._settings.max_bytes, self._settings.held_out, run.seed)
         self._writer = SharedMemoryWriter(lambda: head_tensors(self._learner.published), prefix=f"{run.name}-drafter")
@@ -74,7 +75,7 @@ class DrafterActor:
         self._seconds = self._judged_at = 0.0
         self._trained_tokens = 0
         self._acceptance: Acceptance | None = None
-        self._has_better = False
+        self._has_better = resumed  # the head in training is newer than the one that the engines load
         self._training: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -76,14 +76,15 @@ def _driver(request: pytest.FixtureRequest, path: Path) -> Driver:
 
 
 VLLM = pytest.param("vllm", marks=needs_vllm)
+WITH_DRAFTER = [pytest.param(kind, marks=pytest.mark.slow if kind == "eagle" else ()) for kind in DRAFTERS]
 
 
-@pytest.fixture(params=["native", "fake", VLLM, *DRAFTERS])
+@pytest.fixture(params=["native", "fake", VLLM, *WITH_DRAFTER])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
     return _driver(request, path)
 
 
-@pytest.fixture(params=["native", VLLM, *DRAFTERS])
+@pytest.fixture(params=["native", VLLM, *WITH_DRAFTER])
 def with_model(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
     """Engines whose tokens come from a model."""
     return _driver(request, path)

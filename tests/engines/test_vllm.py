@@ -124,7 +124,7 @@ def test_ngram_drafts_change_no_answer(tmp_path: Path) -> None:
 
 
 @needs_vllm
-@pytest.mark.parametrize("drafts", ["ngram", "eagle3"])
+@pytest.mark.parametrize("drafts", [pytest.param("ngram", marks=pytest.mark.slow), "eagle3"])
 def test_the_bandit_tries_every_depth_and_changes_no_answer(tmp_path: Path, drafts: str) -> None:
     reference = tiny_checkpoint(tmp_path / "target")
     tiny_eagle3(tmp_path / "head")

@@ -32,7 +32,7 @@ def judge(tmp_path: Path) -> str:
     return f"reward.function={file}:reward"
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, model: Path, judge: str):
     helpers.finish(helpers.start(tmp_path, model, f"drafter={kind}", *QUICK, judge))
     summary = helpers.summary(tmp_path)
