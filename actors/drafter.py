@@ -23,6 +23,7 @@ from asyncrl.drafting.spot import BusyFlag
 from asyncrl.drafting.store import HiddenStates
 from asyncrl.drafting.windows import Window, decode
 from asyncrl.models.checkpoint import load_model
+from asyncrl.training.device import training_device
 from asyncrl.types import WeightManifest
 from asyncrl.weights.shared_memory import SharedMemoryWriter
 from asyncrl.weights.transport import read_published
@@ -64,7 +65,7 @@ class DrafterActor:
         self._busy = BusyFlag(busy)
         model, config = load_model(model_path)
         head = load_head(run.drafter.path, config)
-        device = "cuda" if torch.cuda.is_available() and run.trainer.device != "cpu" else "cpu"
+        device = training_device(run.trainer.device)
         self._learner = DrafterLearner(head, model.embed_tokens.weight, model.output_matrix, self._settings, device)
         resumed = (directory / STATE).is_file()
         if resumed:

@@ -26,6 +26,7 @@ from asyncrl.models.checkpoint import load_model
 from asyncrl.models.config import read_config
 from asyncrl.rundir import RunDirectory
 from asyncrl.training import checkpoint
+from asyncrl.training.device import training_device
 from asyncrl.types import Trajectory
 from pipelines.compose import from_yaml
 
@@ -52,7 +53,7 @@ def train(path: Path, *, kind: Kind | None, steps: int, out: Path | None, policy
     drafter = _drafter(run, kind)
     torch.set_num_threads(run.trainer.threads)
     model, config = load_model(policy or _newest(source))
-    device = "cuda" if torch.cuda.is_available() and run.trainer.device != "cpu" else "cpu"
+    device = training_device(run.trainer.device)
     model.to(device).requires_grad_(False)
     wide = head_config(drafter, config).read_width + config.hidden_size
     recorded = _recorded(source, tokens=drafter.training.max_bytes // (4 * wide))

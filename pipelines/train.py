@@ -22,7 +22,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.rundir import RunDirectory, replace
 from asyncrl.tasks.base import make_task
 from asyncrl.training import checkpoint
-from pipelines import drafting, summary
+from pipelines import starting_head, summary
 from pipelines.async_grpo import AsyncGrpo
 from pipelines.compose import from_yaml, to_yaml
 from pipelines.plan import preflight
@@ -59,7 +59,7 @@ def _run(run: Run, directory: RunDirectory, *, restore_from: tuple[int, Path] | 
         recorder = Recorder(run, directory, progress, first_step=first_step)
         try:
             model_path = _model(run, directory, progress)
-            run = drafting.prepare(run, directory, model_path)
+            run = starting_head.prepare(run, directory, model_path)
             with cluster(run.cluster, cpus=run.rollout.replicas + 1) as spawner:
                 figures = asyncio.run(
                     _train(run, directory, recorder, spawner, model_path, restore_from, resumed=resumed)

@@ -66,7 +66,12 @@ class DrafterLearner:
     """A head in fp32 with AdamW, a copy of what was published last, and the target's two matrices."""
 
     def __init__(
-        self, head: Head, embedding_V_E: Tensor, output_V_E: Tensor, settings: DrafterTraining, device: str = "cpu"
+        self,
+        head: Head,
+        embedding_V_E: Tensor,
+        output_V_E: Tensor,
+        settings: DrafterTraining,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.device = torch.device(device)
         self.head = head.float().to(self.device)

@@ -23,6 +23,7 @@ from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
 from asyncrl.training.credit import Credit
 from asyncrl.training.critic import Critic
+from asyncrl.training.device import training_device
 from asyncrl.training.diagnostics import Observed, figures, shares
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.hidden import HiddenTap
@@ -38,7 +39,7 @@ class Learner:
     def __init__(self, model_path: Path, run: Run) -> None:
         self._run, self._settings, self._algorithm = run, run.trainer, run.algorithm
         self._entry = registry.entry(run.algorithm)
-        self.device = _device(run.trainer.device)
+        self.device = training_device(run.trainer.device)
         self.model, self.model_config = load_model(model_path, dtype=torch.float32)
         self.model.to(self.device)
         self._policy = PolicyForward(self.model, run)
@@ -224,7 +225,3 @@ class Learner:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, as the transports publish them."""
         return hf_tensors(self.model)
-
-
-def _device(wanted: str) -> torch.device:
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)

@@ -72,7 +72,7 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
     def _pack_tied_head(self) -> None:
         """An output matrix that is the embedding gets no weights of its own, so the reload forgets what is made of it.
 
-        True for 0.26 to 0.29; delete when `finalize_layerwise_reload` processes layers with shared parameters.
+        Seen with 0.29 on a CPU; delete when `finalize_layerwise_reload` processes layers with shared parameters.
         """
         head: Any = getattr(self.model, "lm_head", None)
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False) and hasattr(head, "quant_method"):
