@@ -1,15 +1,18 @@
 """Every correction on the same task, off-policy enough to hurt: held-out accuracy against the synchronous run.
 
-    python -m benchmarks.corrections [--seeds 0 1 2] [--only naive none] [--steps 150] [--root runs/corrections]
+    python -m benchmarks.corrections [--seeds 0 1 2] [--only naive none] [--steps 150] [--jobs 1]
+        [--root runs/corrections]
 
 The quickstart at max_staleness=4 and lr 1e-3. Each seed has one warm start, shared by its runs. Finished runs are kept
 and not repeated, so the command can be stopped and started again; the table is printed from whatever is there.
+`--jobs` runs so many at a time, each of which wants two cores.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
@@ -19,7 +22,7 @@ from asyncrl.training.warm_start import make_model
 
 PRESETS = Path(__file__).parents[1] / "configs" / "correction"
 NOT_A_PRESET = {"custom", "importance"}
-STALENESS, LR = 4, 1e-3
+STALENESS, LR, HELD_OUT = 4, 1e-3, 1024
 
 
 def presets() -> list[str]:
@@ -27,18 +30,24 @@ def presets() -> list[str]:
 
 
 def train(name: str, seed: int, root: Path, steps: int) -> None:
-    model = root / f"model-{seed}"
-    if not model.exists():
-        make_model(WarmStart(), ChainsTask(), seed, model)
+    print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     settings = ["max_staleness=0"] if name == "sync" else [f"max_staleness={STALENESS}", f"correction={name}"]
     command = [
         *("asyncrl", "run", "experiment=quickstart", f"name={name}-{seed}", f"root={root}", f"seed={seed}"),
-        *("model=checkpoint", f"model.path={model}", f"trainer.lr={LR}", f"steps={steps}", "checkpoint.every=0"),
-        *("evaluation.every=25", "sentinel.max_kl=0", *settings),
+        *("model=checkpoint", f"model.path={root / f'model-{seed}'}", f"trainer.lr={LR}", f"steps={steps}"),
+        *(
+            "evaluation.every=50",
+            f"evaluation.prompts={HELD_OUT}",
+            "checkpoint.every=0",
+            "sentinel.max_kl=0",
+            *settings,
+        ),
     ]
     log = root / f"{name}-{seed}.log"
     with log.open("wb") as file:
-        subprocess.run([Path(sys.executable).parent / command[0], *command[1:]], stdout=file, stderr=file, check=True)
+        done = subprocess.run([Path(sys.executable).parent / command[0], *command[1:]], stdout=file, stderr=file)
+    if done.returncode:
+        print(f"{name}, seed {seed} failed: see {log}", file=sys.stderr, flush=True)
 
 
 def scores(root: Path, name: str, seed: int) -> list[float]:
@@ -71,16 +80,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=presets(), default=presets(), metavar="PRESET")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--root", type=Path, default=Path("runs/corrections"))
     options = parser.parse_args()
     root = options.root.resolve()
     root.mkdir(parents=True, exist_ok=True)
-    names = ["sync", *options.only]
     for seed in options.seeds:
-        for name in names:
-            if not scores(root, name, seed):
-                print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-                train(name, seed, root, options.steps)
+        if not (root / f"model-{seed}").exists():
+            make_model(WarmStart(), ChainsTask(), seed, root / f"model-{seed}")
+    wanted = [(name, seed) for name in ["sync", *options.only] for seed in options.seeds]
+    missing = [(name, seed) for name, seed in wanted if not scores(root, name, seed)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda each: train(*each, root, options.steps), missing))
     print(table(root, ["sync", *presets()], options.seeds))
 
 

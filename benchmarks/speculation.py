@@ -12,6 +12,7 @@ and the bandit differ in nothing else. `depth 0` is plain decoding in the engine
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import count
@@ -95,7 +96,7 @@ async def measure(engine: Engine, seconds: float, batch: int, name: str) -> Figu
     after, elapsed = engine.stats(), perf_counter() - began
     drafts = after.drafts - before.drafts
     accepted = _accepted(before, after)
-    return Figures(
+    found = Figures(
         batch=batch,
         name=name,
         tokens_per_second=(after.generated_tokens - before.generated_tokens) / elapsed,
@@ -103,6 +104,8 @@ async def measure(engine: Engine, seconds: float, batch: int, name: str) -> Figu
         accepted=1 + sum(accepted) / drafts if drafts else 1.0,
         by_position=tuple(each / drafts for each in accepted) if drafts else (),
     )
+    print(f"{batch:5}  {name:8} {found.tokens_per_second:10,.0f} tokens/s", file=sys.stderr, flush=True)
+    return found
 
 
 def _accepted(before: EngineStats, after: EngineStats) -> list[int]:

@@ -9,6 +9,7 @@ step is made per batch, so pi is the very policy being differentiated and no sec
     sequence TIS    w_t = clamp(prod rho, floor, cap)                   sequence MIS: 0 outside instead
     rejection       w_t = 0 where a measure of rho, of the token or of its sample, leaves its bounds
     veto            w_t = 0 for a sample with any rho_t < veto
+    caution         lr * min(1, sqrt(max_drift / mean((log rho)^2)))
     interpolated    log prox_t = log mu_t + a (log pi_t - log mu_t),  a = (age - 1) / age: the version before pi's
 
 Weights are constants to the gradient and multiply the whole clipped term. Rejection changes no denominator, so what is
@@ -58,6 +59,16 @@ def correct(settings: Correction, logp_L: Tensor, behaviour_logp_L: Tensor, samp
     if settings.outside == "mask":
         kept_L = kept_L & ~truncated_L
     return Corrected(log_rho_L, proximal_logp_L, weight_L * kept_L, kept_L, truncated_L)
+
+
+def caution(settings: Correction, drift: float) -> float:
+    """What the learning rate of a step is multiplied by; `drift` is the mean (log rho)^2 of its tokens.
+
+    A gradient that comes late makes the policy overshoot, the more the further it has moved meanwhile. No weight of a
+    token changes that, and Adam divides the size of the gradient out again: only a smaller step helps.
+    """
+    limit = settings.max_drift if isinstance(settings, Importance) else 0.0
+    return (limit / drift) ** 0.5 if limit and drift > limit else 1.0
 
 
 def _split(

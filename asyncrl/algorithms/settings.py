@@ -134,7 +134,8 @@ class Reject(Settings, frozen=True):
 
 class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
     """Importance weights and rejection. The default truncates token weights at 2 and rejects samples by K3; the
-    algorithm's clip bounds what a token has moved since the version before."""
+    algorithm's clip bounds what a token has moved since the version before, and steps on samples that the policy has
+    left far behind are smaller."""
 
     proximal: Literal["trainer", "behaviour", "interpolated"] = "interpolated"
     """What the algorithm's own ratio is taken against: the trainer's policy before the update, the policy that sampled
@@ -148,6 +149,8 @@ class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
     batch_normalize: bool = False
     """Divide the weights by their mean over the step's tokens that are learned from."""
     reject: tuple[Reject, ...] = (Reject(measure="k3", over="mean", high=0.05),)
+    max_drift: NonNegative = 0.01
+    """Mean (log rho)^2 of a step beyond which its learning rate is lowered, by the root of the excess; 0: never."""
     veto: Fraction = 0.0
     """Reject a sample if any token's rho is below this; 0 turns it off."""
 

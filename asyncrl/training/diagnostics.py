@@ -3,6 +3,7 @@
     ess           (sum rho)^2 / (n sum rho^2)       1 on-policy; the share of the tokens that the step is worth
     mismatch_kl   mean(log mu - log pi)             k1, of either sign
     mismatch_k3   mean(rho - 1 - log rho)           never negative
+    drift         mean((log rho)^2)                 what the correction's `max_drift` bounds
     chi2_token    mean(rho^2) - 1                   chi2_sequence the same with the product over each sample
     ppl_gap       mean over samples of |mean log mu - mean log pi|
 
@@ -30,6 +31,7 @@ NOTHING = {
     "mismatch_kl": 0.0,
     "mismatch_k3": 0.0,
     "mismatch_abs": 0.0,
+    "drift": 0.0,
     "chi2_token": 0.0,
     "chi2_sequence": 0.0,
     "ppl_gap": 0.0,
@@ -80,6 +82,7 @@ def figures(observed: Sequence[Observed]) -> dict[str, float]:
             -log_rho_L.mean(),
             (rho_L - 1 - log_rho_L).mean(),
             log_rho_L.abs().mean(),
+            log_rho_L.square().mean(),
             squared - 1,
             (2 * sum_S).clamp(max=2 * LOG_RATIO_BOUND).exp().mean() - 1,
             (sum_S / length_S).abs().mean(),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import grpo
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Corrected, correct, log_ratio
+from asyncrl.algorithms.corrections import Corrected, caution, correct, log_ratio
 from asyncrl.algorithms.settings import Correction, CustomCorrection, DrGrpo, Grpo, Importance, Reject
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.training.learner import Learner
@@ -173,6 +173,12 @@ def test_the_trainers_policy_is_the_proximal_one_of_fresh_tokens():
     logp, behaviour = _policies([[4, 0.25]])
     found = correct(Importance(), logp, behaviour, _samples([2]))
     assert found.proximal_logp_L.tolist() == logp.tolist()
+
+
+def test_a_step_far_off_policy_is_smaller_by_the_root_of_the_excess():
+    settings = Importance(max_drift=0.01)
+    assert [caution(settings, drift) for drift in (0.0, 0.005, 0.01, 0.04, 1.0)] == [1.0, 1.0, 1.0, 0.5, 0.1]
+    assert caution(Importance(max_drift=0.0), 1.0) == 1.0
 
 
 def test_an_absurd_ratio_stays_finite():
