@@ -1,6 +1,7 @@
 """What this machine has, found without importing torch."""
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,24 @@ from asyncrl.engines.vllm import versions
 def has_gpu() -> bool:
     """Whether an NVIDIA GPU is here and visible to this process."""
     return Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the first visible GPU, as its driver says; None where there is none or nobody can tell."""
+    if not has_gpu():
+        return None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return int(told.split()[0]) << 20
+
+
+def mps_runs() -> bool:
+    """Whether a CUDA MPS daemon listens here: the kernels of several processes then run side by side on a card."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
 def has_avx512() -> bool:

@@ -2,23 +2,22 @@
 
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import msgspec
 
 from asyncrl.algorithms.settings import Ppo
 from asyncrl.config import Checkpoint, Run, WarmStart
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.devices import has_gpu
+from asyncrl.devices import gpu_memory, has_gpu
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.tasks.base import Split, make_task
 from asyncrl.tasks.chains import CHARACTERS, draw_chain
 from asyncrl.tasks.settings import ChainsTask
+from asyncrl.training.memory import FLOAT, Batch, engine_share, parameters, recomputes, training_memory
 from asyncrl.types import Prompt
 
-FLOAT = 4
-MASTER = 4 * FLOAT
-"""Bytes per parameter in the trainer: fp32 weight, gradient and Adam's two moments."""
 SAVED = 3 * FLOAT
 """Bytes per parameter in a checkpoint: weight and moments."""
 TOKEN = 3 * 4
@@ -27,18 +26,26 @@ ROW = 2048
 """Bytes of a trajectory besides its tokens, rounded up."""
 PROCESS = 300 << 20
 """A process that has imported torch."""
+CUDA = 600 << 20
+"""A CUDA context with the kernels that training loads."""
+VERSIONS = 2
+"""Policy versions that lie ready for the engines."""
 PROMPTS_READ = 256
 """Prompts whose length is measured when the task does not bound it."""
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes, each for one process, at the largest sizes that the settings allow. Activations are an approximation."""
+    """Bytes, each for one process, at the largest sizes that the settings allow."""
 
     parameters: int
     published: int
     """Weights of one policy version on their way to the engines."""
     optimizer: int
+    """The trainer's weights in every form, their gradients and Adam's moments."""
     activations: int
+    """What the largest forward and backward adds to them, logits included."""
+    recompute: bool
+    """Whether activations are computed again in the backward instead of kept."""
     engine_weights: int
     kv_cache: int
     trajectories: int
@@ -46,16 +53,44 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: int
 
     @property
+    def training(self) -> int:
+        """What `trainer_peak_memory_bytes` in summary.json should come to on a GPU."""
+        return self.optimizer + self.activations
+
+    @property
     def trainer(self) -> int:
-        return self.optimizer + self.activations + PROCESS
+        return self.training + PROCESS
 
     @property
     def rollout(self) -> int:
         return self.engine_weights + self.kv_cache + PROCESS
 
     def host(self, run: Run) -> int:
-        """Everything on one machine; published weights lie in shared memory, two versions at a time."""
-        return self.trainer + run.rollout.replicas * self.rollout + 2 * self.published
+        """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
+        trainer = PROCESS if trains_on_gpu(run) else self.trainer
+        rollout = PROCESS if has_gpu() and engine_share(run) else self.rollout
+        return trainer + run.rollout.replicas * rollout + VERSIONS * self.published
+
+
+class Card(NamedTuple):
+    """Bytes on the GPU that trainer and engines share."""
+
+    total: int
+    trainer: int
+    engines: int
+
+
+def trains_on_gpu(run: Run) -> bool:
+    return run.trainer.device == "cuda" or (run.trainer.device == "auto" and has_gpu())
+
+
+def card(run: Run, required: Needs) -> Card | None:
+    """None without a GPU here, or where nothing of the run is on it."""
+    total = gpu_memory()
+    if total is None or not (trains_on_gpu(run) or engine_share(run)):
+        return None
+    trainer = required.training + CUDA + VERSIONS * required.published if trains_on_gpu(run) else 0
+    return Card(total, trainer, int(engine_share(run) * total))
 
 
 def model_config(run: Run) -> ModelConfig:
@@ -96,43 +131,34 @@ def _prompts(run: Run) -> list[Prompt]:
     return [task.prompt(split, index) for split, count in asked.items() for index in range(count)]
 
 
-def parameters(model: ModelConfig) -> int:
-    """Trainable numbers; tied embeddings count once."""
-    hidden, heads, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = hidden * (heads + 2 * kv) + heads * hidden
-    mlp = 3 * hidden * model.intermediate_size
-    norms = 2 * hidden + model.qk_norm * 2 * model.head_dim
-    biases = (
-        model.qkv_bias * (heads + 2 * kv)
-        + model.out_bias * hidden
-        + model.mlp_bias * (2 * model.intermediate_size + hidden)
-    )
-    embeddings = model.vocabulary * hidden * (1 if model.tied_embeddings else 2)
-    return embeddings + model.layers * (attention + mlp + norms + biases) + hidden
-
-
-def needs(run: Run, model: ModelConfig, longest: int) -> Needs:
-    """`longest` is that of a prompt with its answer, in tokens."""
-    count = parameters(model)
+def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
+    """`prompt` is the length of the longest, in tokens."""
+    count, longest = parameters(model), prompt + run.rollout.max_tokens
     item = 2 if run.rollout.precision == "bf16" else FLOAT
-    batch = max(longest, min(run.trainer.token_budget, run.flow.groups_per_take * run.rollout.group_size * longest))
-    # Saved for the backward: about ten vectors of the hidden size and four of the MLP's in each layer; then the logits,
-    # their log-softmax and its gradient.
-    layer = 10 * model.hidden_size + 4 * model.intermediate_size
     kv_token = 2 * model.layers * model.kv_heads * model.head_dim * item
-    trained = 2 if isinstance(run.algorithm, Ppo) else 1  # the policy, and the critic of the same size
-    reference = count * FLOAT if run.algorithm.kl.coefficient else 0
+    recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
+    memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     return Needs(
         parameters=count,
-        published=count * FLOAT,
-        optimizer=trained * count * MASTER + reference,
-        activations=batch * FLOAT * (model.layers * layer + 3 * model.vocabulary),
+        published=count * item,
+        optimizer=memory.weights + memory.optimizer,
+        activations=memory.activations + memory.backward,
+        recompute=recompute,
         engine_weights=0 if isinstance(run.engine, FakeEngine) else count * item,
         kv_cache=_kv_cache(run.engine, rows * longest * kv_token),
         trajectories=run.samples_per_step * (longest * TOKEN + ROW),
-        checkpoint=trained * count * SAVED,
+        checkpoint=(2 if isinstance(run.algorithm, Ppo) else 1) * count * SAVED,
     )
+
+
+def _largest_batch(run: Run, prompt: int) -> Batch:
+    """Groups of full-length answers, as many as the budget holds; a single answer may be longer than it."""
+    answer, budget = run.rollout.max_tokens, run.trainer.token_budget
+    together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
+    block = prompt + together * answer
+    everything = run.samples_per_step // run.rollout.group_size * (prompt + run.rollout.group_size * answer)
+    return Batch(max(block, min(budget, everything)), spread=together * (prompt + answer) / block)
 
 
 def _kv_cache(engine: EngineSettings, full: int) -> int:

@@ -1,26 +1,29 @@
 """What would run, and what stands in its way, before anything expensive starts."""
 
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl import floors
 from asyncrl.algorithms.settings import CustomAlgorithm, CustomCorrection
 from asyncrl.config import Checkpoint, Run, WarmStart, check
-from asyncrl.devices import has_avx512, has_gpu
+from asyncrl.devices import has_avx512, has_gpu, mps_runs
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.settings import FakeEngine, VllmEngine
-from asyncrl.engines.vllm import versions
+from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.functions import load_function
 from asyncrl.rewards.pool import check_function
 from asyncrl.tasks.settings import ChainsTask
-from pipelines.estimate import Needs, longest_prompt, model_config, needs
+from pipelines.estimate import Needs, card, longest_prompt, model_config, needs
 
 SHARED_MEMORY = Path("/dev/shm")
 ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
@@ -38,7 +41,15 @@ def preflight(run: Run) -> None:
 
 def problems(run: Run) -> list[str]:
     """A sentence for each thing that stands in the way, with the way out; empty when nothing does."""
-    return [*_place(run), *_cluster(run), *_engine(run), *_functions(run), *_model(run)]
+    return [
+        *floors.problems(),
+        *_place(run),
+        *_cluster(run),
+        *_engine(run),
+        *_weights(run),
+        *_functions(run),
+        *_model(run),
+    ]
 
 
 def _place(run: Run) -> Iterator[str]:
@@ -60,6 +71,7 @@ def _engine(run: Run) -> Iterator[str]:
         return
     if wrong := versions.problem(versions.installed()):
         yield wrong
+    yield from environment.problems(run.engine)
     here = run.cluster in ("local", "inprocess")
     if not here or has_gpu():
         return
@@ -74,6 +86,17 @@ def _engine(run: Run) -> Iterator[str]:
         )
     if run.engine.tensor_parallel > 1:
         yield f"engine.tensor_parallel={run.engine.tensor_parallel} needs as many GPUs, and there is none here"
+
+
+def _weights(run: Run) -> Iterator[str]:
+    """Transports that this machine cannot have."""
+    transport = run.weights.transport
+    if transport not in ("cuda_ipc", "nccl") or run.cluster not in ("local", "inprocess"):
+        return
+    if not has_gpu():
+        yield f"weights.transport={transport} needs a GPU, and there is none here; use weights.transport=auto"
+    elif find_spec("cupy") is None:
+        yield f"weights.transport={transport} needs cupy: pip install 'asyncrl[nccl]', or use weights.transport=file"
 
 
 def _functions(run: Run) -> Iterator[str]:
@@ -99,19 +122,23 @@ def _model(run: Run) -> Iterator[str]:
         return
     try:
         model = model_config(run)
-        longest = longest_prompt(run) + run.rollout.max_tokens
+        prompt = longest_prompt(run)
     except (ConfigError, MissingDependencyError) as error:
         yield str(error)
         return
     except CheckpointError as error:
         yield f"model.path={run.model.path}: {error}" if isinstance(run.model, Checkpoint) else f"model: {error}"
         return
+    longest = prompt + run.rollout.max_tokens
     if not isinstance(run.engine, FakeEngine) and longest > run.engine.max_length:
         yield (
             f"engine.max_length={run.engine.max_length} is less than the longest prompt with rollout.max_tokens="
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
-    yield from _room(run, needs(run, model, longest))
+    required = needs(run, model, prompt)
+    yield from _room(run, required)
+    if run.cluster in ("local", "inprocess"):
+        yield from _card(run, required)
 
 
 def _room(run: Run, required: Needs) -> Iterator[str]:
@@ -139,6 +166,27 @@ def _room(run: Run, required: Needs) -> Iterator[str]:
         )
 
 
+def _card(run: Run, required: Needs) -> Iterator[str]:
+    """Trainer and engines share one GPU."""
+    found = card(run, required)
+    if found is None:
+        return
+    if found.trainer + found.engines > found.total:
+        room = max(0.0, 1 - found.trainer / found.total) / run.rollout.replicas
+        lower = f"lower engine.memory to {math.floor(100 * room) / 100:g}" if room > 0.01 else "take a larger GPU"
+        yield (
+            f"the GPU has {size(found.total)}; the trainer needs about {size(found.trainer)} of it and the engines get "
+            f"{size(found.engines)}: {lower}, or lower trainer.token_budget or trainer.logits_bytes"
+            f"{'' if required.recompute else ', or set trainer.checkpoint_activations=true'}"
+        )
+    each = found.engines // run.rollout.replicas
+    if 0 < each < required.engine_weights:
+        yield (
+            f"an engine gets {size(each)} of the GPU, and its weights alone take {size(required.engine_weights)}: "
+            "raise engine.memory"
+        )
+
+
 def _existing(path: Path) -> Path:
     """The closest place above `path` that is there."""
     return next(place for place in (path.resolve(), *path.resolve().parents) if place.exists())
@@ -155,13 +203,13 @@ def show(run: Run, console: Console) -> None:
     )
     try:
         model = model_config(run)
-        longest = longest_prompt(run) + run.rollout.max_tokens
+        prompt = longest_prompt(run)
     except AsyncRLError:
         return  # `preflight` says why
-    required = needs(run, model, longest)
+    required = needs(run, model, prompt)
     console.print(
-        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} in fp32; "
-        f"longest prompt with its answer {longest} tokens"
+        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} in "
+        f"{run.rollout.precision}; longest prompt with its answer {prompt + run.rollout.max_tokens} tokens"
     )
     console.print(_actors(run, required), _edges(run, required))
     total = run.steps * required.trajectories
@@ -169,6 +217,24 @@ def show(run: Run, console: Console) -> None:
         f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk at most "
         f"{size((run.checkpoint.keep + 1) * required.checkpoint)} of checkpoints and {size(total)} of trajectories"
     )
+    _show_card(run, required, console)
+
+
+def _show_card(run: Run, required: Needs, console: Console) -> None:
+    found = card(run, required)
+    if found is None:
+        return
+    console.print(
+        f"GPU: {size(found.total)}; trainer at most about {size(found.trainer)}, of which {size(required.training)} "
+        f"for training ({'activations computed again' if required.recompute else 'activations kept'}); engines "
+        f"{size(found.engines)}; {size(found.total - found.trainer - found.engines)} left"
+    )
+    if found.trainer and found.engines:
+        console.print(
+            "CUDA MPS is on: kernels of trainer and engines run side by side"
+            if mps_runs()
+            else "CUDA MPS is off: trainer and engines take turns on the card. `nvidia-cuda-mps-control -d` turns it on"
+        )
 
 
 def _staleness(run: Run) -> str:

@@ -79,6 +79,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         "mismatch_kl": _mean(rows, "mismatch_kl"),
         "mismatch_abs": _mean(rows, "mismatch_abs"),
         "ess": _mean(rows, "ess"),
+        "trainer_peak_memory_bytes": rows[-1].get("trainer_peak_memory_bytes"),
         **_drafting(rows[-1]),
     }
 
@@ -131,6 +132,7 @@ _NO_STEPS = (
     "mismatch_kl",
     "mismatch_abs",
     "ess",
+    "trainer_peak_memory_bytes",
     "acceptance_length_mean",
     "acceptance_by_position",
     "speculation_net_gain",

@@ -17,11 +17,13 @@ from asyncrl.models.names import hf_tensors
 WEIGHTS = "model.safetensors"
 
 
-def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> tuple[Decoder, ModelConfig]:
+def load_model(
+    path: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Decoder, ModelConfig]:
     """Read a model directory; tensors are cast to `dtype`."""
     directory = Path(path)
     config = read_config(directory)
-    model = Decoder(config, dtype)
+    model = Decoder(config, dtype).to(device)
     missing = dict(hf_tensors(model))
     unexpected: list[str] = []
     for name, tensor in _read(directory):
@@ -86,11 +88,18 @@ def _weight_files(directory: Path) -> list[Path]:
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
     if index.is_file():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        return [_beside(index, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     raise CheckpointError(
         f"{directory} holds no {WEIGHTS} and no {index.name}; pickled weights (.bin) are not read, convert them with "
         f"transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
     )
+
+
+def _beside(index: Path, name: str) -> Path:
+    """An index names files of its own directory; one that points elsewhere is not followed."""
+    if name != Path(name).name or not name.endswith(".safetensors"):
+        raise CheckpointError(f"{index} names {name!r}, which is no .safetensors file beside it; download it again")
+    return index.parent / name
 
 
 def _fill(target: Tensor, name: str, source: Tensor) -> None:

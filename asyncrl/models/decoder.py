@@ -13,12 +13,14 @@ E hidden size, F width of the gated layer, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
+from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.norm import NormScale, rms_norm
@@ -106,6 +108,8 @@ class Tensors(NamedTuple):
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Taps | None = None) -> Tensor:
         """Final hidden states, normalised and ready for the output matrix."""
         x_T_E = F.embedding(tokens_T, self.embedding_V_E)
+        if torch.is_autocast_enabled(x_T_E.device.type):
+            x_T_E = x_T_E.float()  # narrow products, but a residual stream that nothing rounds
         rotate = self.rotation(positions_T)
         for index, layer in enumerate(self.layers):
             if taps is not None:
@@ -159,6 +163,11 @@ class Layer(nn.Module):
         return self.tensors().forward(x_T_E, rotate, layer, attend)
 
 
+def _recomputed(layer: nn.Module, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
+    run = partial(layer, rotate=rotate, layer=index, attend=attend)
+    return cast(Tensor, checkpoint(run, x_T_E, use_reentrant=False, preserve_rng_state=False))
+
+
 class Decoder(nn.Module):
     """Weights are uninitialised: `asyncrl.models.checkpoint` loads them or draws random ones."""
 
@@ -176,11 +185,23 @@ class Decoder(nn.Module):
     def blocks(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Taps | None = None) -> Tensor:
-        """Final hidden states, normalised and ready for `logits`."""
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        taps: Taps | None = None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Final hidden states, normalised and ready for `logits`.
+
+        With `recompute` only the input of each layer is kept for the backward, which runs the layer once more.
+        """
         rotation = computed_rotation(self.frequencies_D, self.norm.dtype)
         norm = NormScale.of(self.norm, self.config.norm_eps)
-        tensors = Tensors(self.embed_tokens.weight, rotation, self.layers, norm)
+        layers = [partial(_recomputed, layer) for layer in self.layers] if recompute else self.layers
+        tensors = Tensors(self.embed_tokens.weight, rotation, layers, norm)
         return tensors.forward(tokens_T, positions_T, attend, taps)
 
     @property

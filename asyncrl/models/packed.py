@@ -6,9 +6,12 @@ Samples may share tokens: the answers of one group share their prompt, which the
 Only attention sees it once per row, and the gradients of the copies add up. Rows are gathered into buckets of similar
 length, because answer lengths are long-tailed and one padded batch would spend most of its work on padding. Padding
 lies behind the tokens, so the causal mask alone hides it.
+
+On a GPU in bf16 nothing is padded and no query is computed twice: flash attention takes rows of any lengths, and the
+queries of a row are only its tokens that no row before had, the last ones. `span_attention` prepares that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,9 @@ from asyncrl.models.decoder import Attend
 
 Indices = npt.NDArray[np.int64]
 SHORTEST_BUCKET = 8
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+"""(q_T_H_D, k_P_K_D, v_P_K_D, where each row's queries begin, where its keys begin, most queries, most keys) ->
+out_T_H_D. Both starts are int32 and end with the total; a row's last query sees all of its keys."""
 
 
 def packed_attention(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
@@ -48,6 +54,51 @@ def row_attention(rows: Sequence[Indices], device: torch.device | str = "cpu") -
         return _Unpad.apply(torch.cat(outs), place)
 
     return attend
+
+
+def attention_for(rows: Sequence[Indices], device: torch.device, *, narrow: bool) -> Attend:
+    """The fastest that there is: flash attention on a GPU in bf16, else padded buckets."""
+    return span_attention(rows, device, flash) if narrow and device.type == "cuda" else row_attention(rows, device)
+
+
+def span_attention(rows: Sequence[Indices], device: torch.device | str, kernel: Kernel) -> Attend:
+    """As `row_attention`, without padding. Tokens must be numbered in the order in which the rows first have them."""
+    seen, spans = 0, [(0, 0)]
+    parts: list[Indices] = []
+    for row in rows:
+        new = int(row[-1]) + 1 - seen
+        if new > 0:  # else the row is the beginning of an earlier one
+            assert np.array_equal(row[-new:], np.arange(seen, seen + new)), "a row's own tokens must be its last"
+            seen += new
+            parts.append(row)
+            spans.append((new, len(row)))
+    most_queries, most_keys = (int(most) for most in np.max(spans, axis=0))
+    starts_2_N = torch.from_numpy(np.cumsum(spans, axis=0, dtype=np.int32).T.copy()).to(device)
+    source_P = torch.from_numpy(np.concatenate(parts)).to(device)
+
+    def attend(_layer: int, q_T_H_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> Tensor:
+        k_P_K_D, v_P_K_D = (
+            F.embedding(source_P, x_T_K_D.flatten(1)).view(-1, *x_T_K_D.shape[1:]) for x_T_K_D in (k_T_K_D, v_T_K_D)
+        )
+        return kernel(q_T_H_D, k_P_K_D, v_P_K_D, starts_2_N[0], starts_2_N[1], most_queries, most_keys).flatten(1)
+
+    return attend
+
+
+def flash(
+    q_T_H_D: Tensor,
+    k_P_K_D: Tensor,
+    v_P_K_D: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    most_queries: int,
+    most_keys: int,
+) -> Tensor:
+    """The operator below `torch.nn.attention.varlen`, whose own arguments change from version to version."""
+    q_T_H_D, k_P_K_D, v_P_K_D = (x.bfloat16() for x in (q_T_H_D, k_P_K_D, v_P_K_D))
+    return torch.ops.aten._flash_attention_forward(
+        q_T_H_D, k_P_K_D, v_P_K_D, query_starts, key_starts, most_queries, most_keys, 0.0, True, False
+    )[0]
 
 
 def _layout(rows: Sequence[Indices]) -> tuple[Indices, list[tuple[int, int]]]:

@@ -100,6 +100,7 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     with torch.no_grad():
         for name, tensor in hf_tensors(learner.model):
             tensor.copy_(saved[name])
+    learner.weights_changed()
     _restore_optimizer(learner.model, learner.optimizer, load_file(checkpoint / OPTIMIZER))
     if learner.critic is not None:
         _restore_critic(learner.critic, checkpoint)

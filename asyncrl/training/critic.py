@@ -16,12 +16,14 @@ from asyncrl.training.packing import PackedBatch
 class Critic(nn.Module):
     """Its head begins at zero, so the first values are 0 and the first advantages the rewards."""
 
-    def __init__(self, model_path: Path, algorithm: Ppo, settings: Trainer, device: torch.device) -> None:
+    def __init__(
+        self, model_path: Path, algorithm: Ppo, settings: Trainer, device: torch.device, *, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.body, config = load_model(model_path, dtype=torch.float32)
         self.head = nn.Parameter(torch.zeros(config.hidden_size))
         self.to(device)
-        self._settings = settings
+        self._settings, self._recompute = settings, recompute
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.parameters() if parameter is not self.body.output_matrix],
             lr=algorithm.critic_lr,
@@ -33,7 +35,8 @@ class Critic(nn.Module):
 
     def values(self, batch: PackedBatch) -> Tensor:
         """Of the state before each sampled token."""
-        return predicting_states(self.body, batch, self._settings) @ self.head
+        recompute = self._recompute and torch.is_grad_enabled()
+        return predicting_states(self.body, batch, self._settings, recompute=recompute) @ self.head
 
     def learn(self, batch: PackedBatch, return_L: Tensor) -> None:
         loss = critic_loss(self.values(batch), return_L).sum()

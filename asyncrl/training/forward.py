@@ -1,7 +1,5 @@
 """The forward of training: log-probabilities of the sampled tokens, and hidden states for the critic."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,23 +7,23 @@ from torch.nn import functional
 from asyncrl.algorithms import penalties
 from asyncrl.config import Run, Trainer
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.head import bf16_logits
-from asyncrl.models.packed import row_attention
+from asyncrl.models.head import TokenLogprobs, bf16_logits, chunked_logprobs
+from asyncrl.models.packed import attention_for
 from asyncrl.training.hidden import HiddenTap
+from asyncrl.training.memory import chunk_tokens
 from asyncrl.training.packing import PackedBatch
 
 
-class Output(NamedTuple):
-    logp_L: Tensor
-    entropy_L: Tensor | None = None
-
-
-def predicting_states(model: Decoder, batch: PackedBatch, settings: Trainer, tap: HiddenTap | None = None) -> Tensor:
+def predicting_states(
+    model: Decoder, batch: PackedBatch, settings: Trainer, tap: HiddenTap | None = None, *, recompute: bool = False
+) -> Tensor:
     """The hidden state from which each sampled token was predicted."""
     device = batch.tokens_T.device
+    narrow = settings.dtype == "bf16"
+    attend = attention_for(batch.rows, device, narrow=narrow)
     taps = None if tap is None else tap.taps()
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bf16"):
-        hidden_T = model(batch.tokens_T, batch.positions_T, row_attention(batch.rows, device), taps)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
+        hidden_T = model(batch.tokens_T, batch.positions_T, attend, taps, recompute=recompute)
     if tap is not None and taps is not None:
         tap.take(batch, hidden_T, taps.found_T_E)
     # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
@@ -35,15 +33,23 @@ def predicting_states(model: Decoder, batch: PackedBatch, settings: Trainer, tap
 class PolicyForward:
     """A model as a policy: at the temperature that the rollouts sample with."""
 
-    def __init__(self, model: Decoder, run: Run) -> None:
-        self._model = model
+    def __init__(self, model: Decoder, run: Run, *, recompute: bool = False) -> None:
+        self._model, self._recompute = model, recompute
         self._settings = run.trainer
         self._temperature = run.rollout.temperature or 1.0
 
-    def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> Output:
-        hidden_L = predicting_states(self._model, batch, self._settings, tap)
-        narrow = self._settings.dtype == "bf16"
-        logits_L_V = bf16_logits(hidden_L, self._model.output_matrix) if narrow else self._model.logits(hidden_L)
+    def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
+        recompute = self._recompute and torch.is_grad_enabled()
+        hidden_L_E = predicting_states(self._model, batch, self._settings, tap, recompute=recompute)
+        output_V_E, narrow = self._model.output_matrix, self._settings.dtype == "bf16"
+        chunk = chunk_tokens(self._settings.logits_bytes, len(output_V_E))
+        if len(hidden_L_E) > chunk:
+            if narrow:
+                hidden_L_E, output_V_E = hidden_L_E.bfloat16(), output_V_E.bfloat16()
+            return chunked_logprobs(
+                hidden_L_E, output_V_E, batch.target_L, temperature=self._temperature, chunk=chunk, entropy=entropy
+            )
+        logits_L_V = bf16_logits(hidden_L_E, output_V_E) if narrow else self._model.logits(hidden_L_E)
         logits_L_V = logits_L_V / self._temperature
         logp_L = torch.log_softmax(logits_L_V, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
-        return Output(logp_L, penalties.entropy(logits_L_V) if entropy else None)
+        return TokenLogprobs(logp_L, penalties.entropy(logits_L_V) if entropy else None)

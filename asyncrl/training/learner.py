@@ -16,11 +16,13 @@ from torch import Tensor
 from asyncrl.algorithms import penalties, registry
 from asyncrl.algorithms.advantage import Rewards, overlong_penalty
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Corrected, correct
+from asyncrl.algorithms.corrections import Corrected, caution, correct
 from asyncrl.algorithms.settings import CustomAlgorithm, Importance, Ppo
 from asyncrl.config import Run
 from asyncrl.models.checkpoint import load_model
+from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
+from asyncrl.training import memory
 from asyncrl.training.credit import Credit
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
@@ -30,6 +32,7 @@ from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.packing import Block, PackedBatch, block, pack
 from asyncrl.training.report import StepReport
 from asyncrl.training.sentinel import alarms
+from asyncrl.training.working import WorkingCopy
 from asyncrl.types import Group
 
 
@@ -42,11 +45,13 @@ class Learner:
         self.device = training_device(run.trainer.device)
         self.model, self.model_config = load_model(model_path, dtype=torch.float32)
         self.model.to(self.device)
-        self._policy = PolicyForward(self.model, run)
+        self._working = WorkingCopy(self.model) if run.trainer.dtype == "bf16" else None
+        self._recompute = self._recomputes()
+        self._policy = PolicyForward(self._computing(), run, recompute=self._recompute)
         self._reference = self._make_reference(model_path)
         self.critic = None
         if isinstance(run.algorithm, Ppo):
-            self.critic = Critic(model_path, run.algorithm, run.trainer, self.device)
+            self.critic = Critic(model_path, run.algorithm, run.trainer, self.device, recompute=self._recompute)
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
         self.version = 0
@@ -62,8 +67,21 @@ class Learner:
     def _make_reference(self, model_path: Path) -> PolicyForward | None:
         if not self._algorithm.kl.coefficient:
             return None
-        model, _ = load_model(model_path, dtype=torch.float32)
+        model, _ = load_model(model_path, dtype=self._computing().norm.dtype)
         return PolicyForward(model.to(self.device).requires_grad_(False), self._run)
+
+    def _computing(self) -> Decoder:
+        """What forward and backward run on: the masters themselves, or their bf16 copies."""
+        return self.model if self._working is None else self._working.model
+
+    def _recomputes(self) -> bool:
+        card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+        return memory.recomputes(self._run, self.model_config, card)
+
+    def weights_changed(self) -> None:
+        """After the master weights were written to from outside."""
+        if self._working is not None:
+            self._working.refresh()
 
     def _reset(self) -> None:
         self._samples = self._tokens = 0
@@ -169,13 +187,16 @@ class Learner:
         norm = self._gradient()
         if not self._fault and not np.isfinite(norm):
             self._fault = f"the gradient of {self._samples} samples is not finite"
+        found = figures(self._observed)
+        found["lr_scale"] = caution(self._run.correction, found["drift"])
         if not self._fault:
-            self.optimizer.param_groups[0]["lr"] = self._learning_rate()
+            self.optimizer.param_groups[0]["lr"] = self._learning_rate() * found["lr_scale"]
             self.optimizer.step()
+            self.weights_changed()
         if self.critic is not None:
             self._sums |= self.critic.step(self._tokens, frozen=bool(self._fault))
         self.version += 1
-        report = self._report(norm)
+        report = self._report(norm, found)
         self._reset()
         if self.hidden is not None:
             self.hidden.begin_step(self.version)
@@ -196,12 +217,13 @@ class Learner:
         weight = self._sums["weight"] / max(self._sums["kept"], 1.0) if "weight" in self._sums else 1.0
         return max(self._tokens if self._algorithm.aggregation == "token" else self._samples, 1) * (weight or 1.0)
 
-    def _report(self, norm: float) -> StepReport:
-        found = figures(self._observed)
+    def _report(self, norm: float, found: dict[str, float]) -> StepReport:
         measured = max(sum(part.columns_4_L.shape[1] for part in self._observed), 1)
         found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
         found |= {name: self._sums[name] / measured for name in ("entropy", "reference_kl") if name in self._sums}
         found |= {name: value for name, value in self._sums.items() if name.startswith("critic_")}
+        if self.device.type == "cuda":
+            found["trainer_peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self.device))
         return StepReport(
             version=self.version,
             samples=self._samples,
@@ -223,5 +245,10 @@ class Learner:
         return self._policy(batch).logp_L
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, as the transports publish them."""
+        """The master weights under their Hugging Face names."""
         return hf_tensors(self.model)
+
+    def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The same as engines get them; in bf16 these are the very numbers that training computes with."""
+        source = self._computing() if dtype == torch.bfloat16 else self.model
+        return ((name, tensor.to(dtype)) for name, tensor in hf_tensors(source))

@@ -14,8 +14,9 @@ from asyncrl.training import checkpoint
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.learner import Learner
 from asyncrl.training.packing import Block, block, pack
-from asyncrl.types import GIVEN, Group, Segment, Slot, Trajectory
+from asyncrl.types import GIVEN, Group, Trajectory
 from tests.tiny_model import tiny_checkpoint
+from tests.training import make_groups
 
 VOCABULARY = 48
 
@@ -32,35 +33,6 @@ def _learner(model_path: Path, *, token_budget: int = 4096) -> Learner:
     return Learner(model_path, Run(trainer=settings, correction=Importance(reject=())))
 
 
-def _groups(count: int, seed: int = 0) -> list[Group]:
-    """Groups with uneven lengths, answers of two policy versions, rewards 0 and 1."""
-    rng = np.random.default_rng(seed)
-    groups: list[Group] = []
-    for group in range(count):
-        prompt = Segment.given(rng.integers(0, VOCABULARY, rng.integers(3, 9)))
-        trajectories: list[Trajectory] = []
-        for sample in range(4):
-            parts = [rng.integers(1, 12), rng.integers(1, 30)]
-            answer = [
-                Segment.sampled(rng.integers(0, VOCABULARY, n), rng.uniform(-4.5, -3, n), version)
-                for version, n in enumerate(parts)
-            ]
-            trajectories.append(
-                Trajectory(
-                    slot=Slot(group, sample),
-                    prompt="p",
-                    segments=(prompt, *answer),
-                    reward=float(sample % 2),
-                    finish="stop",
-                    started=0.0,
-                    finished=1.0,
-                    engine="e",
-                )
-            )
-        groups.append(Group(id=group, trajectories=tuple(trajectories)))
-    return groups
-
-
 def _gradients(learner: Learner) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None}
 
@@ -70,7 +42,7 @@ def _blocks(groups: list[Group]) -> list[Block]:
 
 
 def test_packing_keeps_every_sampled_token_once_and_within_the_budget():
-    groups = _groups(5)
+    groups = make_groups(5)
     batches = list(pack(_blocks(groups), token_budget=64))
     assert len(batches) > 3
     for batch in batches:
@@ -83,7 +55,7 @@ def test_packing_keeps_every_sampled_token_once_and_within_the_budget():
 
 
 def test_a_packed_group_holds_its_prompt_once():
-    (group,) = _groups(1)
+    (group,) = make_groups(1)
     (batch,) = pack(_blocks([group]), token_budget=10_000)
     prompt = len(group.trajectories[0].segments[0])
     answers = [t.sampled_tokens for t in group.trajectories]
@@ -97,7 +69,7 @@ def test_a_packed_group_holds_its_prompt_once():
 def test_packed_log_probabilities_equal_those_of_each_sample_alone(model_path: Path):
     """Each trajectory by itself, without packing, sharing or padding: no sample sees another."""
     learner = _learner(model_path)
-    groups = _groups(3)
+    groups = make_groups(3)
     batches = list(pack(_blocks(groups), token_budget=10_000))
     assert len(batches) == 1
     targets = batches[0].target_L.tolist()
@@ -115,7 +87,7 @@ def test_packed_log_probabilities_equal_those_of_each_sample_alone(model_path: P
 
 def test_changing_one_sample_leaves_the_others_untouched(model_path: Path):
     learner = _learner(model_path)
-    (group,) = _groups(1)
+    (group,) = make_groups(1)
     (batch,) = pack(_blocks([group]), token_budget=10_000)
     before = learner.token_logprobs(batch)
     own = batch.rows[1][len(group.trajectories[0].segments[0]) :]
@@ -127,14 +99,14 @@ def test_changing_one_sample_leaves_the_others_untouched(model_path: Path):
 
 
 def test_a_group_with_two_prompts_is_refused():
-    first, second = _groups(2)
+    first, second = make_groups(2)
     mixed = Group(id=0, trajectories=(first.trajectories[0], second.trajectories[0]))
     with pytest.raises(ValueError, match="does not begin with the prompt"):
         block(mixed, [1.0, 1.0])
 
 
 def test_gradient_of_many_early_micro_batches_equals_that_of_one_batch(model_path: Path):
-    groups = _groups(6)
+    groups = make_groups(6)
     whole, streamed = _learner(model_path), _learner(model_path, token_budget=50)
     whole.accumulate(groups)
     for group in reversed(groups):  # groups complete in any order
@@ -151,7 +123,7 @@ def test_gradient_of_many_early_micro_batches_equals_that_of_one_batch(model_pat
 
 def test_loss_is_the_token_mean_over_the_whole_step_not_a_mean_of_means(model_path: Path):
     """Against a direct computation in one expression, from the definition."""
-    groups = _groups(2)
+    groups = make_groups(2)
     learner = _learner(model_path)
     total, count = torch.zeros(()), 0
     for group in groups:
@@ -167,8 +139,24 @@ def test_loss_is_the_token_mean_over_the_whole_step_not_a_mean_of_means(model_pa
     assert learner.step().loss == pytest.approx(total.item() / count, rel=1e-4)
 
 
+def test_a_step_far_off_policy_moves_the_weights_less(model_path: Path):
+    """Adam's first step is proportional to the learning rate, whatever the gradient."""
+    moved: list[torch.Tensor] = []
+    drift = 0.0
+    for limit in (lambda _: 0.0, lambda drift: drift / 4):
+        correction = Importance(reject=(), max_drift=limit(drift))
+        learner = Learner(model_path, Run(trainer=Trainer(lr=1e-3, weight_decay=0.0), correction=correction))
+        before = torch.cat([p.detach().flatten().double() for p in learner.model.parameters()])
+        learner.accumulate(make_groups(2))
+        figures = learner.step().figures
+        drift = figures["drift"]
+        moved.append(torch.cat([p.detach().flatten().double() for p in learner.model.parameters()]) - before)
+    assert figures["lr_scale"] == pytest.approx(0.5)
+    torch.testing.assert_close(moved[1], moved[0] / 2, rtol=1e-3, atol=1e-6)
+
+
 def test_groups_without_contrast_count_tokens_but_cost_no_gradient(model_path: Path):
-    (group,) = _groups(1)
+    (group,) = make_groups(1)
     flat = [Trajectory(**{f: getattr(t, f) for f in t.__struct_fields__} | {"reward": 1.0}) for t in group.trajectories]
     learner = _learner(model_path)
     learner.accumulate([Group(id=0, trajectories=tuple(flat))])
@@ -180,7 +168,7 @@ def test_groups_without_contrast_count_tokens_but_cost_no_gradient(model_path: P
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(model_path: Path):
     learner = _learner(model_path)
     before = {name: tensor.clone() for name, tensor in learner.tensors()}
-    learner.accumulate(_groups(1))
+    learner.accumulate(make_groups(1))
     gradient = next(learner.model.parameters()).grad
     assert gradient is not None
     gradient.view(-1)[0] = float("nan")
@@ -193,7 +181,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(model_path: Path
 def test_restored_training_continues_bit_for_bit(model_path: Path, tmp_path: Path):
     straight = _learner(model_path)
     for seed in range(4):
-        straight.accumulate(_groups(2, seed))
+        straight.accumulate(make_groups(2, seed))
         straight.step()
         if seed == 1:
             manifest = TrainingManifest(step=2, samples_trained=16, consumed=((0, 3),))
@@ -201,7 +189,7 @@ def test_restored_training_continues_bit_for_bit(model_path: Path, tmp_path: Pat
     resumed = _learner(model_path)
     assert checkpoint.restore(resumed, saved) == manifest
     for seed in (2, 3):
-        resumed.accumulate(_groups(2, seed))
+        resumed.accumulate(make_groups(2, seed))
         resumed.step()
     assert resumed.version == straight.version
     expected = dict(straight.tensors())
@@ -211,7 +199,7 @@ def test_restored_training_continues_bit_for_bit(model_path: Path, tmp_path: Pat
 def test_checkpoints_are_whole_pruned_and_named_by_step(model_path: Path, tmp_path: Path):
     learner = _learner(model_path)
     for step in range(1, 5):
-        learner.accumulate(_groups(1))
+        learner.accumulate(make_groups(1))
         learner.step()
         manifest = TrainingManifest(step=step, samples_trained=4 * step, consumed=())
         checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=2)
@@ -222,7 +210,7 @@ def test_checkpoints_are_whole_pruned_and_named_by_step(model_path: Path, tmp_pa
 
 def test_a_damaged_manifest_names_the_way_out(model_path: Path, tmp_path: Path):
     learner = _learner(model_path)
-    learner.accumulate(_groups(1))
+    learner.accumulate(make_groups(1))
     learner.step()
     manifest = TrainingManifest(step=1, samples_trained=4, consumed=())
     saved = checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=1)

@@ -1,0 +1,135 @@
+"""The trainer on a GPU: its own kernels against the plain path, and the memory that was predicted."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config import Run, Trainer
+from asyncrl.models.checkpoint import save_model
+from asyncrl.models.config import ModelConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.head import bf16_logits, chunked_logprobs
+from asyncrl.models.names import hf_tensors
+from asyncrl.models.packed import Indices, flash, row_attention, span_attention
+from asyncrl.training.learner import Learner
+from asyncrl.training.memory import Batch, training_memory
+from asyncrl.training.packing import block, pack
+from tests.training import make_groups
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+CUDA = torch.device("cuda")
+SHAPE = {
+    "model_type": "qwen3",
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    config = ModelConfig.from_hf(SHAPE)
+    model = Decoder(config, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in hf_tensors(model):
+        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, config.initializer_range, generator=generator)
+    save_model(model, directory)
+    return directory
+
+
+def _rows() -> list[Indices]:
+    """Two prompts with three answers each, one of them empty."""
+    rows: list[Indices] = []
+    end = 0
+    for prompt, answers in ((70, (5, 130, 0)), (1, (64, 1, 257))):
+        shared, end = np.arange(end, end + prompt), end + prompt
+        for answer in answers:
+            rows.append(np.concatenate([shared, np.arange(end, end + answer)]))
+            end += answer
+    return rows
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (4, 4, 64)])
+def test_flash_attention_over_shared_prompts_equals_padded_rows(heads: int, kv_heads: int, dim: int) -> None:
+    rows = _rows()
+    tokens = int(max(row.max() for row in rows)) + 1
+    generator = torch.Generator(CUDA).manual_seed(0)
+    q, k, v, weight = (
+        torch.randn(tokens, n, dim, device=CUDA, generator=generator) for n in (heads, kv_heads, kv_heads, heads)
+    )
+    narrow = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    found, expected = span_attention(rows, CUDA, flash)(0, *narrow), row_attention(rows, CUDA)(0, *wide)
+    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+    gradients = [
+        torch.autograd.grad((out * weight.flatten(1)).sum(), inputs)
+        for out, inputs in ((found.float(), narrow), (expected, wide))
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert (one.float() - other).norm() < 0.01 * other.norm()
+
+
+def test_logprobs_in_chunks_equal_the_plain_path() -> None:
+    generator = torch.Generator(CUDA).manual_seed(0)
+    hidden, output = (torch.randn(n, 512, device=CUDA, generator=generator) for n in (1000, 32_000))
+    hidden, output = hidden.bfloat16().requires_grad_(), (0.05 * output).bfloat16().requires_grad_()
+    target = torch.randint(32_000, (1000,), device=CUDA, generator=generator)
+    weight = torch.randn(1000, device=CUDA, generator=generator)
+    found = chunked_logprobs(hidden, output, target, temperature=0.9, chunk=300).logp_L
+    logits = bf16_logits(hidden, output) / 0.9
+    expected = logits.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    one, other = (torch.autograd.grad((logp * weight).sum(), (hidden, output)) for logp in (found, expected))
+    for mine, plain in zip(one, other, strict=True):
+        assert (mine.float() - plain.float()).norm() < 0.01 * plain.float().norm()
+
+
+def test_a_step_in_bf16_agrees_with_fp32(model_path: Path) -> None:
+    groups = make_groups(8, vocabulary=32_000, longest=200)
+    wide, narrow = (
+        Learner(model_path, Run(trainer=Trainer(dtype=dtype, device="cuda", grad_clip=1e9, logits_bytes=1 << 26)))
+        for dtype in ("fp32", "bf16")
+    )
+    (batch,) = pack((block(group, [1.0] * 4) for group in groups), 100_000)
+    batch = batch.to(CUDA)
+    with torch.no_grad():
+        difference = (wide.token_logprobs(batch) - narrow.token_logprobs(batch)).abs()
+    assert difference.mean() < 0.03
+    for learner in (wide, narrow):
+        learner.accumulate(groups)
+    for one, other in zip(narrow.model.parameters(), wide.model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.nn.functional.cosine_similarity(one.grad.flatten(), other.grad.flatten(), dim=0) > 0.98
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_peak_is_within_a_tenth_of_the_prediction(model_path: Path, recompute: bool) -> None:
+    settings = Trainer(
+        dtype="bf16", device="cuda", token_budget=16_384, checkpoint_activations=recompute, logits_bytes=1 << 28
+    )
+    run = Run(trainer=settings)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    learner = Learner(model_path, run)
+    groups = make_groups(80, vocabulary=32_000, longest=400)
+    for _ in range(2):
+        learner.accumulate(groups)
+        report = learner.step()
+    blocks = [block(group, [1.0] * 4) for group in groups]
+    seen = max((int(b.tokens_T.numel()), sum(map(len, b.rows))) for b in pack(blocks, settings.token_budget))
+    predicted = training_memory(run, learner.model_config, Batch(seen[0], seen[1] / seen[0]), recompute=recompute)
+    assert predicted.peak == pytest.approx(report.figures["trainer_peak_memory_bytes"] - before, rel=0.1)

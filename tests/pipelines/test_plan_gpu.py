@@ -1,0 +1,126 @@
+"""What `plan` says of a GPU that trainer and engines share; the GPU itself is only said to be there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl import devices
+from asyncrl.config import Checkpoint, Rollout, Run, Trainer
+from asyncrl.engines.settings import FakeEngine, NativeEngine, VllmEngine
+from asyncrl.tasks.settings import JsonlTask
+from pipelines import cli, estimate
+from pipelines.estimate import Card, card, model_config, needs
+from pipelines.plan import problems
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+COUNT = 134_515_008
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "has_gpu", lambda: True)
+    monkeypatch.setattr(estimate, "gpu_memory", lambda: 24 * GIB)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    return tmp_path
+
+
+def _run(model: Path, **changes: object) -> Run:
+    defaults: dict[str, object] = {
+        "model": Checkpoint(path=str(model)),
+        "trainer": Trainer(dtype="bf16", token_budget=8192, checkpoint_activations=True),
+        "rollout": Rollout(group_size=8, max_tokens=200, precision="bf16"),
+        "engine": VllmEngine(memory=0.5),
+    }
+    return Run(**defaults | changes)  # type: ignore[arg-type]
+
+
+def test_the_card_by_hand(gpu: None, model: Path) -> None:
+    run = _run(model)
+    required = needs(run, model_config(run), 100)
+    assert required.recompute
+    assert required.published == 2 * COUNT
+    assert required.optimizer == 18 * COUNT
+    # Groups of 100 + 8 x 200 tokens: of each token attention sees 8 x 300 / 1700.
+    assert estimate._largest_batch(run, 100) == (8192, 8 * 300 / 1700)
+    kept = 8192 * (30 * 4 * 576 + 12 * 576 + 4 * 64)
+    head = 2 * (GIB // 196_608) * 196_608 + 4 * 49152 * 576 + 4 * 8192 * 576
+    assert required.activations == kept + head
+    assert required.training == required.optimizer + required.activations
+    trainer = required.training + (600 << 20) + 2 * required.published
+    assert card(run, required) == Card(24 * GIB, trainer, 12 * GIB)
+
+
+def test_a_budget_below_a_group_splits_it(model: Path) -> None:
+    run = _run(model, trainer=Trainer(token_budget=500))
+    assert estimate._largest_batch(run, 100) == (500, 2 * 300 / 500)
+    assert estimate._largest_batch(_run(model, trainer=Trainer(token_budget=150)), 100) == (300, 1.0)
+
+
+def test_nothing_on_a_gpu_needs_none(gpu: None, model: Path) -> None:
+    cpu = _run(model, trainer=Trainer(device="cpu"), engine=FakeEngine())
+    assert card(cpu, needs(cpu, model_config(cpu), 100)) is None
+    native = _run(model, trainer=Trainer(device="cpu"), engine=NativeEngine(memory=0.25))
+    assert card(native, needs(native, model_config(native), 100)) == Card(24 * GIB, 0, 6 * GIB)
+    both = _run(model, engine=NativeEngine(device="cpu"))
+    found = card(both, needs(both, model_config(both), 100))
+    assert found is not None
+    assert found.engines == 0
+
+
+def test_too_much_for_the_card_is_refused_with_the_settings_to_change(
+    gpu: None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.plan.longest_prompt", lambda _: 100)
+    task = JsonlTask(path=str(model / "config.json"))
+
+    def said(**changes: object) -> list[str]:
+        return [problem for problem in problems(_run(model, task=task, **changes)) if "GPU" in problem]
+
+    assert said() == []
+    (refused,) = said(engine=VllmEngine(memory=0.9))
+    assert "the GPU has 25.8 GB; the trainer needs about 6.49 GB of it and the engines get 23.2 GB" in refused
+    assert "lower engine.memory to 0.74" in refused
+    assert "trainer.token_budget" in refused
+    assert "checkpoint_activations" not in refused
+    assert said(engine=VllmEngine(memory=0.74)) == []
+    kept = Trainer(dtype="bf16", token_budget=65_536, checkpoint_activations=False)
+    (refused,) = said(trainer=kept)
+    assert "take a larger GPU" in refused
+    assert "set trainer.checkpoint_activations=true" in refused
+    (starved,) = said(engine=VllmEngine(memory=0.01))
+    assert "an engine gets 258 MB of the GPU, and its weights alone take 269 MB: raise engine.memory" in starved
+
+
+def test_auto_keeps_activations_that_fit_and_says_so(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
+    assert cli.main(["plan", "engine=native"]) == 0
+    shown = capsys.readouterr().out
+    assert "GPU: 25.8 GB; trainer at most about" in shown
+    assert "(activations kept)" in shown
+    assert "CUDA MPS is off" in shown
+    assert "nvidia-cuda-mps-control -d" in shown
+    (tmp_path / "mps").mkdir()
+    (tmp_path / "mps" / "control").touch()
+    assert devices.mps_runs()
+    assert cli.main(["plan", "engine=native"]) == 0
+    assert "CUDA MPS is on" in capsys.readouterr().out
