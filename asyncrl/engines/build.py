@@ -13,13 +13,9 @@ from asyncrl.errors import MissingDependencyError
 def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
     match run.engine:
         case NativeEngine():
-            import torch
+            from asyncrl.engines.native.build import build_native
 
-            from asyncrl.engines.native.engine import NativeEngine as Native
-
-            torch.set_num_threads(run.engine.threads)
-            dtype = torch.bfloat16 if run.rollout.precision == "bf16" else torch.float32
-            return Native(model_path, run.engine, run.drafter, name=name, dtype=dtype)
+            return build_native(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
         case VllmEngine():
             return build_vllm(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
         case FakeEngine():

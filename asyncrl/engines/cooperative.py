@@ -89,7 +89,10 @@ class CooperativeEngine(RequestSide[Job]):
 
     def _begin(self, request: Request) -> Job:
         job = Job(request)
-        self._waiting.append(job)
+        if request.ahead:
+            self._waiting.appendleft(job)
+        else:
+            self._waiting.append(job)
         if not self._paused:
             self._work.set()
         return job

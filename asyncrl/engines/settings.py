@@ -4,6 +4,8 @@ from typing import Literal
 
 from asyncrl.settings import AboveZero, NonNegative, Positive, Probability, Settings
 
+Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"]
+
 
 class NativeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="native"):
     """Our own torch engine, embedded in the rollout actor."""
@@ -16,6 +18,12 @@ class NativeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="n
     """Prompt tokens computed per step beside the decoding rows."""
     threads: Positive = 1
     """torch threads of one rollout actor on CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """`auto`: a GPU where there is one."""
+    memory: Probability = 0.45
+    """Share of a GPU's memory for weights and KV cache; the trainer takes the rest when both share a card."""
+    graph_memory_gib: AboveZero = 2.0
+    """Memory for captured CUDA graphs, part of `memory`; shapes of steps beyond that run kernel by kernel."""
 
 
 class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vllm"):
@@ -46,6 +54,9 @@ class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vll
     """Number format of the KV cache; `auto` is that of the weights."""
     start_timeout_s: AboveZero = 600.0
     """Time to load the model, compile and capture graphs."""
+    allow_unsafe: tuple[Unsafe, ...] = ()
+    """Doors that stay closed unless they are named here: code that comes with a model, and two of vLLM's environment
+    variables, which let it unpickle what it is sent and serve its development endpoints (SECURITY.md)."""
 
 
 class FakeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="fake"):

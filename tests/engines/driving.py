@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
+from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.engine import NativeEngine
 from asyncrl.engines.settings import FakeEngine as FakeSettings
 from asyncrl.engines.settings import NativeEngine as NativeSettings
@@ -78,6 +80,15 @@ async def serving(engine: Engine) -> AsyncIterator[Engine]:
 
 def native(path: Path, **settings: Any) -> NativeEngine:
     return NativeEngine(path, NativeSettings(**settings), name="native")
+
+
+def paged(path: Path, **settings: Any) -> CudaEngine:
+    """The engine for GPUs with its kernels in torch, on a CPU."""
+    return CudaEngine(path, NativeSettings(**settings), name="paged", device=torch.device("cpu"))
+
+
+def cuda(path: Path, **settings: Any) -> CudaEngine:
+    return CudaEngine(path, NativeSettings(**{"graph_memory_gib": 0.25} | settings), name="cuda")
 
 
 def fake(_path: Path, *, max_batch: int = 128, **_native_only: Any) -> FakeEngine:

@@ -22,8 +22,10 @@ from tests.engines.driving import (
     child_processes,
     collect,
     collect_all,
+    cuda,
     fake,
     native,
+    paged,
     publishing,
     until_generated,
 )
@@ -72,19 +74,27 @@ def _driver(request: pytest.FixtureRequest, path: Path) -> Driver:
     if request.param in DRAFTERS:
         make = drafting(request.param, request.getfixturevalue("heads"))
         return Driver(make, path, redrafts=request.param not in GUESSING)
-    return Driver({"native": native, "fake": fake}[request.param], path)
+    return Driver({"native": native, "paged": paged, "cuda": cuda, "fake": fake}[request.param], path)
 
 
+NATIVE = [
+    "native",
+    "paged",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+    ),
+]
 VLLM = pytest.param("vllm", marks=needs_vllm)
 WITH_DRAFTER = [pytest.param(kind, marks=pytest.mark.slow if kind == "eagle" else ()) for kind in DRAFTERS]
 
 
-@pytest.fixture(params=["native", "fake", VLLM, *WITH_DRAFTER])
+@pytest.fixture(params=[*NATIVE, "fake", VLLM, *WITH_DRAFTER])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
     return _driver(request, path)
 
 
-@pytest.fixture(params=["native", VLLM, *WITH_DRAFTER])
+@pytest.fixture(params=[*NATIVE, VLLM, *WITH_DRAFTER])
 def with_model(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
     """Engines whose tokens come from a model."""
     return _driver(request, path)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import WeightManifest
-from asyncrl.weights.shared_memory import digest_tensors, read_tensors
+from asyncrl.weights.manifest import digest_tensors
+from asyncrl.weights.transport import read_published
 
 
 class Receiver(NamedTuple):
@@ -23,9 +24,9 @@ class Receiver(NamedTuple):
 @torch.no_grad()
 def load_published(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver) -> str:
     """Copy the published tensors in; the old ones come back unless the digest of what we hold agrees."""
-    _check_fit(manifest, held, receiver)
+    check_fit(manifest, held, receiver)
     old = {name: tensor.clone() for name, tensor in held.items()}
-    for name, tensor in read_tensors(manifest):
+    for name, tensor in read_published(manifest, torch.device("cpu")):
         held[name].copy_(tensor)
     digest = digest_tensors((spec.name, held[spec.name].to(getattr(torch, spec.dtype))) for spec in manifest.tensors)
     if digest != manifest.digest:
@@ -38,7 +39,7 @@ def load_published(manifest: WeightManifest, held: dict[str, Tensor], receiver: 
     return digest
 
 
-def _check_fit(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver) -> None:
+def check_fit(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver) -> None:
     published = {(spec.name, spec.shape) for spec in manifest.tensors}
     differing = published ^ {(name, tuple(tensor.shape)) for name, tensor in held.items()}
     if differing:

@@ -48,12 +48,12 @@ class SlotTable:
         self.logprobs = np.zeros((rows, length), np.float32)
         self.uniforms = np.zeros((rows, length), np.float32)
         self._integers = np.zeros((8, rows), np.int64)
-        self.known, self.computed, self.segment, self._limit, self._top_k = self._integers[:5]
+        self.known, self.computed, self.segment, self.limit, self._top_k = self._integers[:5]
         self.head_from, self.head_computed, self._begin = self._integers[5:]
         self._starts = np.zeros((len(Purpose), rows), np.uint64)
         """Of the streams of random numbers."""
         self._reals = np.zeros((2, rows), np.float32)
-        self._temperature, self._top_p = self._reals
+        self.temperature, self._top_p = self._reals
         self._plain = np.zeros(rows, np.bool_)
         """Rows that sample from the whole vocabulary at temperature 1, as most do."""
         self._stop = np.full((rows, 1), NO_TOKEN, np.int64)
@@ -77,7 +77,7 @@ class SlotTable:
         self.tokens[row, :length] = request.tokens
         self.known[row], self.computed[row], self.segment[row] = length, 0, length
         begin = self._begin[row] = length - request.resumed
-        limit = self._limit[row] = min(begin + sampling.max_tokens, self._max_length)
+        limit = self.limit[row] = min(begin + sampling.max_tokens, self._max_length)
         self.uniforms[row, begin:limit] = uniforms(request.seed, limit - begin)
         self._place_sampling(row, sampling)
         self._settings = None
@@ -97,7 +97,7 @@ class SlotTable:
         length = self.known[last]
         self.tokens[row, :length] = self.tokens[last, :length]
         self.logprobs[row, :length] = self.logprobs[last, :length]
-        limit = self._limit[last]
+        limit = self.limit[last]
         self.uniforms[row, length:limit] = self.uniforms[last, length:limit]
         self._integers[:, row] = self._integers[:, last]
         self._reals[:, row] = self._reals[:, last]
@@ -120,7 +120,7 @@ class SlotTable:
 
     def drawn(self) -> Column:
         """The live rows that are not greedy."""
-        return self._temperature[: self.count] > 0
+        return self.temperature[: self.count] > 0
 
     def settings(self) -> RowSettings:
         """Sampling settings of the live rows; made again only when rows changed."""
@@ -128,26 +128,27 @@ class SlotTable:
             rows = slice(0, self.count)
             mixed = not self._plain[rows].all()
             self._settings = (
-                row_settings(self._temperature[rows], self._top_k[rows], self._top_p[rows]) if mixed else _PLAIN
+                row_settings(self.temperature[rows], self._top_k[rows], self._top_p[rows]) if mixed else _PLAIN
             )
         return self._settings
 
     def record(self, end_N: Column, token_N: Column, logprob_N: Column) -> tuple[int, Ended]:
-        """Store one step: rows are computed up to `end_N`, and those that caught up keep their token.
-
-        Returns how many tokens were kept, and the rows that end with theirs.
-        """
+        """Store one step: rows are computed up to `end_N`, and those that caught up keep their token."""
         rows_R = live = self.index[: self.count]
         self.computed[: self.count] = end_N
         caught_up_N = end_N == self.known[: self.count]
         if not caught_up_N.all():
             rows_R = live[caught_up_N]
             end_N, token_N, logprob_N = end_N[caught_up_N], token_N[caught_up_N], logprob_N[caught_up_N]
-        self.tokens[rows_R, end_N] = token_N
-        self.logprobs[rows_R, end_N] = logprob_N
-        self.known[rows_R] = known_R = end_N + 1
-        stops_R = (self._stop[rows_R] == token_N[:, None]).any(1)
-        ends_R = (stops_R | (known_R == self._limit[rows_R])).nonzero()[0]
+        return self.keep(rows_R, end_N, token_N, logprob_N)
+
+    def keep(self, rows_R: Column, end_R: Column, token_R: Column, logprob_R: Column) -> tuple[int, Ended]:
+        """Give some rows, which know `end_R` tokens, one more. Returns how many, and the rows that end with theirs."""
+        self.tokens[rows_R, end_R] = token_R
+        self.logprobs[rows_R, end_R] = logprob_R
+        self.known[rows_R] = known_R = end_R + 1
+        stops_R = (self._stop[rows_R] == token_R[:, None]).any(1)
+        ends_R = (stops_R | (known_R == self.limit[rows_R])).nonzero()[0]
         return len(rows_R), Ended(rows_R[ends_R].tolist(), stops_R[ends_R].tolist())
 
     def record_runs(self, end_N: Column, verdict: Verdict) -> tuple[Column, Ended]:
@@ -157,7 +158,7 @@ class SlotTable:
         """
         rows, width = verdict.tokens_N_W.shape
         known_N, column_W = self.known[:rows], np.arange(width)
-        run_N = np.where(end_N == known_N, np.minimum(verdict.accepted_N + 1, self._limit[:rows] - known_N), 0)
+        run_N = np.where(end_N == known_N, np.minimum(verdict.accepted_N + 1, self.limit[:rows] - known_N), 0)
         stops_N_W = (self._stop[:rows, None] == verdict.tokens_N_W[:, :, None]).any(2) & (column_W < run_N[:, None])
         stopped_N = stops_N_W.any(1)
         run_N = np.where(stopped_N, stops_N_W.argmax(1) + 1, run_N)
@@ -167,12 +168,12 @@ class SlotTable:
         self.logprobs[place_R] = verdict.logprobs_N_W[row_R, column_R]
         known_N += run_N
         self.computed[:rows] = np.where(run_N > 0, known_N - 1, end_N)
-        ends_R = (stopped_N | ((run_N > 0) & (known_N == self._limit[:rows]))).nonzero()[0]
+        ends_R = (stopped_N | ((run_N > 0) & (known_N == self.limit[:rows]))).nonzero()[0]
         return run_N, Ended(ends_R.tolist(), stopped_N[ends_R].tolist())
 
     def _place_sampling(self, row: int, sampling: Sampling) -> None:
         temperature, top_k, top_p, stop = sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop
-        self._temperature[row], self._top_k[row], self._top_p[row] = temperature, top_k, top_p
+        self.temperature[row], self._top_k[row], self._top_p[row] = temperature, top_k, top_p
         self._plain[row] = temperature == 1 and top_k == 0 and top_p == 1
         missing = len(stop) - self._stop.shape[1]
         if missing > 0:

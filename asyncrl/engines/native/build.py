@@ -1,0 +1,37 @@
+"""From settings to the native engine on a CPU or on a GPU."""
+
+from pathlib import Path
+
+import torch
+
+from asyncrl.drafting.settings import DrafterSettings, NoDrafter
+from asyncrl.engines.base import Engine
+from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.errors import EngineError
+
+
+def build_native(
+    model_path: Path, settings: Settings, drafter: DrafterSettings, *, name: str, precision: str = "fp32"
+) -> Engine:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if not on_gpu(settings, drafter):
+        torch.set_num_threads(settings.threads)
+        return NativeEngine(model_path, settings, drafter, name=name, dtype=dtype)
+    from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
+
+    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype)
+
+
+def on_gpu(settings: Settings, drafter: DrafterSettings) -> bool:
+    """Drafters still need the CPU: `auto` goes there with one."""
+    if settings.device == "cpu":
+        return False
+    plain, found = isinstance(drafter, NoDrafter), torch.cuda.is_available()
+    if settings.device == "auto":
+        return plain and found
+    if not found:
+        raise EngineError("engine.device=cuda, but torch finds no GPU; use engine.device=cpu or auto")
+    if not plain:
+        raise EngineError("engine.device=cuda decodes without a drafter; use engine.device=cpu, or drafter=none")
+    return True

@@ -1,0 +1,153 @@
+"""Attention over pages, for one token of a row as for many: flash decoding.
+
+A program takes one group of tokens of one row and one key/value head. The query heads that share it, times the tokens,
+are the rows of one matrix product, and the pages of the row are its steps. Where there are few groups, the pages of a
+row are split between programs, each of which leaves its sum and the logarithm of its weight; `_join` adds them up.
+
+How many tokens a row has is read from the device, so one captured graph serves all lengths.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncrl.engines.native.cuda.kernels.shapes import Heads, Queries
+
+PROGRAMS = 512
+"""About four for each multiprocessor: enough to read memory at full speed."""
+MOST_SPLITS = 32
+STAGES = 3
+"""Pages on their way at once, in a program."""
+
+
+@triton.jit
+def _accumulate(total, weight, highest, score, v, PRECISION: tl.constexpr):
+    """Softmax in parts: what was added up so far is scaled down when a higher score comes."""
+    higher = tl.maximum(highest, tl.max(score, 1))
+    reference = tl.where(higher == float("-inf"), 0.0, higher)
+    share = tl.exp2(score - reference[:, None])
+    shrink = tl.exp2(highest - reference)
+    total = total * shrink[:, None] + tl.dot(share.to(v.dtype), v, input_precision=PRECISION)
+    return total, weight * shrink + tl.sum(share, 1), higher
+
+
+@triton.jit
+def _attend(
+    qkv,
+    keys,
+    values,
+    row_G,
+    start_G,
+    count_G,
+    table,
+    out,
+    log_weight,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    group, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    SHARE: tl.constexpr = H // K
+    count, start = tl.load(count_G + group), tl.load(start_G + group)
+    length = start + count
+    pages = tl.where(count > 0, tl.cdiv(length, PAGE), 0)
+    each = tl.cdiv(pages, SPLITS)
+    end = tl.minimum((split + 1) * each, pages)
+    pages_of_row = table + tl.load(row_G + group) * PAGES
+
+    index_m, place_d, place_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, PAGE)
+    column = index_m // SHARE
+    real_m = column < count
+    inside_d = place_d < D
+    token = (group * WIDTH + column).to(tl.int64)
+    query_head = head * SHARE + index_m % SHARE
+    mask_m_d = real_m[:, None] & inside_d[None, :]
+    q = tl.load(qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d, mask=mask_m_d, other=0.0)
+
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    for number in range(split * each, end):
+        page = tl.load(pages_of_row + number).to(tl.int64)
+        position = number * PAGE + place_n
+        place = page * (K * PAGE * D) + head * (PAGE * D) + place_n[:, None] * D + place_d[None, :]
+        k = tl.load(keys + place, mask=inside_d[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * 1.4426950408889634)
+        score = tl.where(real_m[:, None] & (position[None, :] <= start + column[:, None]), score, float("-inf"))
+        # What lies behind the end of a row may be no number, and even 0 times that is none.
+        v = tl.load(values + place, mask=(position < length)[:, None] & inside_d[None, :], other=0.0)
+        total, weight, highest = _accumulate(total, weight, highest, score, v, PRECISION)
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    written = (index_m < WIDTH * SHARE)[:, None] & inside_d[None, :]
+    slot = (token * H + query_head) * SPLITS + split
+    tl.store(out + slot[:, None] * D + place_d, total.to(out.dtype.element_ty), mask=written)
+    if SPLITS > 1:
+        # exp2(-inf) is 0: a part without keys weighs nothing
+        tl.store(log_weight + slot, highest + tl.log2(weight), mask=index_m < WIDTH * SHARE)
+
+
+@triton.jit
+def _join(parts, log_weight, out, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    place = tl.arange(0, BLOCK_D)
+    inside = place < D
+    weight = tl.load(log_weight + head * SPLITS + split)
+    highest = tl.max(weight, 0)
+    weight = tl.exp2(weight - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(weight, 0)
+    part = tl.load(parts + (head * SPLITS + split[:, None]) * D + place[None, :], mask=inside[None, :], other=0.0)
+    mean = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + head * D + place, mean.to(out.dtype.element_ty), mask=inside)
+
+
+def splits_for(groups: int, kv_heads: int) -> int:
+    """A power of two."""
+    wanted = max(1, PROGRAMS // (groups * kv_heads))
+    return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
+
+
+def attend(qkv_T_X: Tensor, kv_2_X_K_S_D: Tensor, heads: Heads, queries: Queries, out_T_X: Tensor) -> None:
+    splits = splits_for(queries.groups, heads.keys)
+    block_d = max(16, triton.next_power_of_2(heads.dim))
+    block_m = max(16, triton.next_power_of_2(queries.width * heads.group))
+    parts, log_weight = out_T_X, out_T_X
+    if splits > 1:
+        parts = out_T_X.new_empty(queries.tokens * heads.queries, splits, heads.dim, dtype=torch.float32)
+        log_weight = out_T_X.new_empty(queries.tokens * heads.queries, splits, dtype=torch.float32)
+    _attend[(queries.groups, heads.keys, splits)](
+        qkv_T_X,
+        kv_2_X_K_S_D[0],
+        kv_2_X_K_S_D[1],
+        queries.row_G,
+        queries.start_G,
+        queries.count_G,
+        queries.table_N_P,
+        parts,
+        log_weight,
+        SCALE=heads.dim**-0.5,
+        WIDTH=queries.width,
+        H=heads.queries,
+        K=heads.keys,
+        D=heads.dim,
+        PAGE=kv_2_X_K_S_D.shape[3],
+        PAGES=queries.table_N_P.shape[1],
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
+        PRECISION="ieee" if qkv_T_X.dtype == torch.float32 else "tf32",
+        num_warps=4 if block_m <= 64 else 8,
+        num_stages=STAGES if qkv_T_X.dtype != torch.float32 else 2,
+    )
+    if splits > 1:
+        heads_of_all = queries.tokens * heads.queries
+        _join[(heads_of_all,)](parts, log_weight, out_T_X, D=heads.dim, SPLITS=splits, BLOCK_D=block_d, num_warps=2)

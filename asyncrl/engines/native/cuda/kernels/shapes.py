@@ -1,0 +1,64 @@
+"""What kernels are told, and which ones there are: in Triton for a GPU (`triton_kernels`), in torch for a CPU."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Heads(NamedTuple):
+    """The shape of attention."""
+
+    queries: int
+    keys: int
+    dim: int
+
+    @property
+    def all(self) -> int:
+        return self.queries + 2 * self.keys
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key."""
+        return self.queries // self.keys
+
+
+class Queries(NamedTuple):
+    """Tokens that attend: groups G of up to `width` consecutive tokens of one row, side by side in the flat batch."""
+
+    width: int
+    row_G: Tensor
+    start_G: Tensor
+    """Position of each group's first token."""
+    count_G: Tensor
+    """Tokens that the group really has; 0: it is padding, which writes nothing and gives zeros."""
+    table_N_P: Tensor
+    """Pages of the rows."""
+
+    @property
+    def groups(self) -> int:
+        return self.row_G.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.groups * self.width
+
+
+class Kernels(NamedTuple):
+    """Axis suffixes: T tokens, N rows, E hidden size, F width of the gated layer, X all heads side by side, or pages,
+    K key/value heads, S tokens of a page, D head dimension, L positions, C = D/2, V vocabulary."""
+
+    embed: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """(tokens_T, sampled_N, embedding_V_E, out_T_E): a token -1-i is what row i has sampled in the step before."""
+    rms_norm: Callable[[Tensor, Tensor, float, Tensor], None]
+    """(x_T_E, weight_E, eps, out_T_E)."""
+    gated: Callable[[Tensor, Tensor], None]
+    """(gate_up_T_2F, out_T_F): silu(gate) * up."""
+    rotate_and_store: Callable[[Tensor, Tensor, Tensor | None, float, Tensor, Heads, Queries], None]
+    """(qkv_T_X, turns_2_L_C, norm_2_D, eps, kv_2_X_K_S_D, heads, queries): normalise and rotate queries and keys in
+    place, and write keys and values into their pages. Turns are the cosines and sines of all positions."""
+    attend: Callable[[Tensor, Tensor, Heads, Queries, Tensor], None]
+    """(qkv_T_X, kv_2_X_K_S_D, heads, queries, out_T_X): each query sees the keys up to its own position."""
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """(logits_N_V, temperature_N, uniform_N, token_N, logprob_N): temperature 0 takes the likeliest token, and reports
+    the log-probability at 1."""

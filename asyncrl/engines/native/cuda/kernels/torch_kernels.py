@@ -1,0 +1,83 @@
+"""The kernels in plain torch: what those in Triton are compared with, and what runs where there is no GPU."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asyncrl.engines.native import sampling
+from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Queries
+
+
+def embed(tokens_T: Tensor, sampled_N: Tensor, embedding_V_E: Tensor, out_T_E: Tensor) -> None:
+    earlier_T = sampled_N[(-1 - tokens_T).clamp(min=0).long()]
+    out_T_E.copy_(embedding_V_E[torch.where(tokens_T < 0, earlier_T, tokens_T).long()])
+
+
+def rms_norm(x_T_E: Tensor, weight_E: Tensor, eps: float, out_T_E: Tensor) -> None:
+    x = x_T_E.float()
+    out_T_E.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_E.float())
+
+
+def gated(gate_up_T_X: Tensor, out_T_F: Tensor) -> None:
+    gate_T_F, up_T_F = gate_up_T_X.chunk(2, -1)
+    out_T_F.copy_(F.silu(gate_T_F) * up_T_F)
+
+
+def rotate_and_store(
+    qkv_T_X: Tensor,
+    turns_2_L_C: Tensor,
+    norm_2_D: Tensor | None,
+    eps: float,
+    kv_2_X_K_S_D: Tensor,
+    heads: Heads,
+    queries: Queries,
+) -> None:
+    position_T, real_T = _positions(queries)
+    qkv_T_H_D = qkv_T_X.view(-1, heads.all, heads.dim)
+    parts = qkv_T_H_D.split([heads.queries, heads.keys, heads.keys], 1)
+    turn_2_T_1_C = turns_2_L_C[:, position_T.clamp(max=turns_2_L_C.shape[1] - 1), None]
+    for kind, part in enumerate(parts[:2]):
+        if norm_2_D is not None:
+            rms_norm(part.clone(), norm_2_D[kind], eps, part)
+        a, b = part.float().chunk(2, -1)
+        part.copy_(
+            torch.cat([a * turn_2_T_1_C[0] - b * turn_2_T_1_C[1], b * turn_2_T_1_C[0] + a * turn_2_T_1_C[1]], -1)
+        )
+    size = kv_2_X_K_S_D.shape[3]
+    row_T, place_T = queries.row_G.repeat_interleave(queries.width)[real_T], position_T[real_T]
+    page_T = queries.table_N_P[row_T, place_T // size]
+    for kv, part in zip(kv_2_X_K_S_D, parts[1:], strict=True):
+        kv[page_T, :, place_T % size] = part[real_T]
+
+
+def attend(qkv_T_X: Tensor, kv_2_X_K_S_D: Tensor, heads: Heads, queries: Queries, out_T_X: Tensor) -> None:
+    groups, width = queries.groups, queries.width
+    position_T, real_T = _positions(queries)
+    size = kv_2_X_K_S_D.shape[3]
+    pages = -(-int((queries.start_G + queries.count_G).max()) // size)
+    table_G_P = queries.table_N_P[queries.row_G, :pages]
+    k_G_K_L_D, v_G_K_L_D = (kv[table_G_P].transpose(1, 2).flatten(2, 3).float() for kv in kv_2_X_K_S_D)
+    seen_G_1_W_L = (torch.arange(pages * size, device=qkv_T_X.device) <= position_T[:, None]).view(groups, 1, width, -1)
+    q_G_H_W_D = qkv_T_X.view(groups, width, heads.all, heads.dim)[:, :, : heads.queries].transpose(1, 2).float()
+    out_G_H_W_D = F.scaled_dot_product_attention(
+        q_G_H_W_D, k_G_K_L_D, v_G_K_L_D, attn_mask=seen_G_1_W_L, enable_gqa=True
+    )
+    out_T_X.copy_(out_G_H_W_D.transpose(1, 2).reshape(groups * width, -1).masked_fill(~real_T[:, None], 0.0))
+
+
+def sample(logits_N_V: Tensor, temperature_N: Tensor, uniform_N: Tensor, token_N: Tensor, logprob_N: Tensor) -> None:
+    greedy_N_1 = temperature_N[:, None] == 0
+    settings = sampling.RowSettings(torch.where(greedy_N_1, 1.0, temperature_N[:, None]), greedy_N_1)
+    token_N_1, logprob_N_1 = sampling.sample(logits_N_V, settings, uniform_N[:, None])
+    token_N.copy_(token_N_1[:, 0])
+    logprob_N.copy_(logprob_N_1[:, 0])
+
+
+def _positions(queries: Queries) -> tuple[Tensor, Tensor]:
+    """Of the flat tokens, and which of them are real."""
+    column_W = torch.arange(queries.width, device=queries.row_G.device)
+    position_T = (queries.start_G[:, None] + column_W).flatten()
+    return position_T, (column_W < queries.count_G[:, None]).flatten()
+
+
+KERNELS = Kernels(embed, rms_norm, gated, rotate_and_store, attend, sample)

@@ -1,0 +1,225 @@
+"""Which tokens a step computes, while the step before is still running.
+
+The host is one step behind: it plans step n+1 before it knows what step n has sampled. It need not know, because every
+row that decodes gets exactly one token: positions and pages follow, and the token itself is taken on the device from
+the result of step n (`source`). A row that has sampled a stop token is found out one step late; what was computed for
+it in between is thrown away.
+
+So `computed` counts here the tokens whose keys and values are written by a step that was launched, and `known` those
+that the host has seen. Rows that lag are prefilled in tiles beside the rows that decode, and decode in the step that
+computes their last tile. Rows without anything to do are padding.
+
+Where pages are short, the youngest row gives up its own and is computed again later; the oldest can always go on.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+
+from asyncrl.engines.cooperative import Job
+from asyncrl.engines.native.cuda.inputs import Fields
+from asyncrl.engines.native.cuda.pages import Copy, PageTable, pages_of
+from asyncrl.engines.native.sampling import Column
+from asyncrl.engines.native.slots import SlotTable
+
+NONE = -1
+
+
+class Planner:
+    """Rows and pages are changed only here."""
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        pages: PageTable,
+        waiting: deque[Job],
+        copy: Callable[[Copy], None],
+        *,
+        tiles: int,
+        tile: int,
+    ) -> None:
+        self._slots, self._pages, self._waiting, self._copy = slots, pages, waiting, copy
+        self._max_rows, self._tiles, self._tile = len(slots.index), tiles, tile
+        self.source = np.full(self._max_rows, NONE)
+        """Where in the running step the next token of each row is sampled; NONE: its last token is known."""
+        self._lagging: list[Job] = []
+        self._leaders: dict[tuple[int, ...], Job] = {}
+        self._ages, self._clock = dict[Job, int](), count()
+
+    def admit(self) -> None:
+        while self._waiting and self._slots.count < self._max_rows:
+            job = self._waiting.popleft()
+            self._slots.append(job)
+            self._enter(job)
+
+    def make_room(self) -> None:
+        """Give rows that decode the page of their next token."""
+        next_N = self._next()
+        for row in (self._caught_up(next_N) & (next_N > self._room())).nonzero()[0].tolist():
+            if self._slots.computed[row] == next_N[row] - 1:  # not yet evicted for another
+                self._reserve(row, int(next_N[row]))
+
+    def prefill(self, fields: Fields) -> int:
+        """Fill in tiles for rows that lag, first come first served, and return how many."""
+        slots, used = self._slots, 0
+        before = slots.computed.copy()
+        self._lagging = [job for job in self._lagging if job.row >= 0 and self._lag(job) > 1]
+        for job in self._lagging:
+            if used == self._tiles:
+                break
+            row, leader = job.row, self._leader(job)
+            if leader is not None:
+                if before[leader.row] < len(job.request.tokens) - 1:
+                    continue  # its prompt is there soon
+                if not self._share(leader, job):
+                    break
+                continue
+            if not self._hold(job):
+                break
+            start = int(slots.computed[row])
+            end = start + min((self._tiles - used) * self._tile, self._lag(job) - 1)
+            used += self._cut(fields, used, row, start, end)
+            slots.computed[row] = end
+        return used
+
+    def decode(self, fields: Fields, padded: int) -> int:
+        """Fill in the rows, up to the padding, and return how many of them sample a token."""
+        slots, rows = self._slots, self._slots.count
+        index_N, next_N, source_N = slots.index[:rows], self._next(), self.source[:rows]
+        position_N = next_N - 1
+        ready_N = self._caught_up(next_N) & (next_N <= self._room())
+        known_N = slots.tokens[index_N, np.minimum(position_N, slots.known[:rows] - 1)]
+        fields.token_N_W[:rows, 0] = np.where(source_N == NONE, known_N, -1 - source_N)
+        fields.token_N_W[rows:padded] = 0
+        fields.start_N[:rows] = position_N
+        fields.count_N[:rows] = ready_N
+        fields.count_N[rows:padded] = 0
+        fields.temperature_N[:rows] = slots.temperature[:rows]
+        fields.uniform_N_W[:rows, 0] = slots.uniforms[index_N, np.minimum(next_N, slots.limit[:rows] - 1)]
+        fields.table_N_P[:rows] = self._pages.table[:rows]
+        slots.computed[:rows][ready_N] += 1
+        source_N[:] = np.where(ready_N, index_N, NONE)
+        return int(ready_N.sum())
+
+    def running(self) -> tuple[Column, Column]:
+        """Rows whose token is in the running step, and where in its result."""
+        rows_R = (self.source[: self._slots.count] != NONE).nonzero()[0]
+        return rows_R, self.source[rows_R]
+
+    def release(self, job: Job) -> None:
+        """Give the row to the next waiting job, or close the hole with the last row."""
+        row, job.row = job.row, NONE
+        del self._ages[job]
+        if self._leaders.get(job.request.tokens) is job:
+            del self._leaders[job.request.tokens]
+        self._pages.release(row)
+        if self._waiting:
+            self.source[row] = NONE
+            successor = self._waiting.popleft()
+            self._slots.place(successor, row)
+            self._enter(successor)
+            return
+        last = self._slots.count - 1
+        if row != last:
+            self._pages.move(last, row)
+            self.source[row] = self.source[last]
+        self.source[last] = NONE
+        self._slots.remove_last_into(row)
+
+    def forget_prompts(self) -> None:
+        """After a weight update, keys and values computed before it must not be shared with new jobs."""
+        self._leaders.clear()
+        for job in self._slots.jobs:
+            job.leader = None
+
+    def recompute(self) -> int:
+        """Let every row prefill again what it had computed; returns how many tokens that is."""
+        again = int(self._slots.computed[: self._slots.count].sum())
+        for job in sorted(self._slots.jobs, key=self._ages.__getitem__):
+            self._evict(job)
+            job.leader = self._leaders.setdefault(job.request.tokens, job)
+        return again
+
+    def _enter(self, job: Job) -> None:
+        self._ages[job] = next(self._clock)
+        job.leader = self._leaders.setdefault(job.request.tokens, job)
+        self._lagging.append(job)
+
+    def _next(self) -> Column:
+        """Index of the token that each row samples next."""
+        rows = self._slots.count
+        return self._slots.known[:rows] + (self.source[:rows] != NONE)
+
+    def _caught_up(self, next_N: Column) -> Column:
+        """Rows whose newest token is all that is left to compute, unless their last is being sampled already."""
+        rows = self._slots.count
+        return (self._slots.computed[:rows] == next_N - 1) & (next_N < self._slots.limit[:rows])
+
+    def _room(self) -> Column:
+        """Tokens that the rows have pages for."""
+        return self._pages.held[: self._slots.count] * self._pages.page
+
+    def _lag(self, job: Job) -> int:
+        return self._end(job.row) - int(self._slots.computed[job.row])
+
+    def _leader(self, job: Job) -> Job | None:
+        """Whose prompt the row takes over, if it has nothing yet."""
+        leader = job.leader
+        return leader if leader is not None and leader is not job and leader.row >= 0 and self._empty(job) else None
+
+    def _empty(self, job: Job) -> bool:
+        return not self._pages.held[job.row]
+
+    def _share(self, leader: Job, job: Job) -> bool:
+        """Take over a prompt that an earlier step has computed."""
+        row, length = job.row, len(job.request.tokens) - 1
+        copies = self._pages.share(leader.row, row, length)
+        if copies is None or not self._pages.reserve(row, self._end(row)):
+            self._pages.release(row)
+            return False
+        for copy in copies:
+            self._copy(copy)
+        self._slots.share_prompt(leader.row, row, length)
+        job.leader = None
+        return True
+
+    def _hold(self, job: Job) -> bool:
+        """Whether the row has its pages, or gets them now: it leaves every other row one page to grow into."""
+        if not self._empty(job):
+            return True
+        others = int((self._pages.held[: self._slots.count] > 0).sum())
+        end = self._end(job.row)
+        return self._pages.free >= pages_of(end, self._pages.page) + others and self._pages.reserve(job.row, end)
+
+    def _end(self, row: int) -> int:
+        return int(self._slots.known[row] + (self.source[row] != NONE))
+
+    def _cut(self, fields: Fields, first: int, row: int, start: int, end: int) -> int:
+        """Tiles from number `first` on; returns how many."""
+        tile = self._tile
+        tiles = -(-(end - start) // tile)
+        place = slice(first, first + tiles)
+        fields.tile_row_J[place] = row
+        fields.tile_start_J[place] = starts_J = start + tile * np.arange(tiles)
+        fields.tile_count_J[place] = np.minimum(end - starts_J, tile)
+        tokens = np.zeros(tiles * tile, np.int32)
+        tokens[: end - start] = self._slots.tokens[row, start:end]
+        fields.tile_token_J_S[place] = tokens.reshape(tiles, tile)
+        return tiles
+
+    def _reserve(self, row: int, length: int) -> None:
+        """Give a row pages, at the cost of the youngest, which may be the row itself."""
+        while not self._pages.reserve(row, length):
+            holders = [job for job in self._slots.jobs if job.row == row or self._pages.held[job.row]]
+            victim = max(holders, key=self._ages.__getitem__)
+            self._evict(victim)
+            if victim.row == row:
+                return
+
+    def _evict(self, job: Job) -> None:
+        """Its tokens stay; keys and values are computed again."""
+        self._pages.release(job.row)
+        self._slots.computed[job.row] = 0
+        self._lagging = sorted({*self._lagging, job}, key=self._ages.__getitem__)

@@ -1,0 +1,44 @@
+"""What orders host and device: one stream for all work of an engine, and marks on it that the host waits for.
+
+On a CPU, where Triton's interpreter runs the kernels, everything is done as soon as it is asked for.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Timeline:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def work(self) -> Generator[None]:
+        """Without gradients, on the stream."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            yield
+
+    def pinned(self, *shape: int) -> Tensor:
+        """Host memory that the device copies to and from without stopping the host."""
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self.stream is not None)
+
+    def mark(self) -> "Mark":
+        return Mark(self.stream)
+
+    def wait(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class Mark:
+    """A point of the stream."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._event = stream.record_event() if stream is not None else None
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()

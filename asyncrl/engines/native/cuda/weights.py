@@ -1,0 +1,62 @@
+"""New weights into the tensors that decoding reads, and how much memory they leave for pages.
+
+The published bytes are checked before anything is touched, so there is no copy of the old weights to fall back to.
+"""
+
+from collections.abc import Callable
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from asyncrl.engines.native.cuda.pages import PAGE, pages_of
+from asyncrl.engines.native.published import Receiver, check_fit
+from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.models.config import ModelConfig
+from asyncrl.types import WeightManifest
+from asyncrl.weights.transport import digest_published, read_published
+
+_copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
+"""Public in all but its name: optimizers are built on it."""
+_AT_ONCE = 64
+"""Tensors copied by one call: those in host memory need as much again on the device meanwhile."""
+_STEP_BYTES = 1 << 30
+"""Intermediate results of a step, and what CUDA itself takes."""
+
+
+def verify(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver) -> str:
+    """Digest of what was published, if it is what should have been, and fits. It touches nothing."""
+    check_fit(manifest, held, receiver)
+    digest = digest_published(manifest)
+    if digest != manifest.digest:
+        raise WeightSyncError(
+            f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
+            f"{manifest.digest}; {receiver.kept} is kept, publish again"
+        )
+    return digest
+
+
+def load(manifest: WeightManifest, held: dict[str, Tensor], device: torch.device) -> None:
+    published = read_published(manifest, device)
+    while some := list(islice(published, _AT_ONCE)):
+        _copy([held[name] for name, _ in some], [tensor for _, tensor in some])
+
+
+def page_count(config: ModelConfig, settings: Settings, dtype: torch.dtype, device: torch.device) -> int:
+    """Pages that the memory beside the weights holds, but no more than all rows can fill."""
+    longest = pages_of(settings.max_length)
+    wanted = settings.max_batch * (longest + 1)
+    if device.type != "cuda":
+        return wanted
+    free, total = torch.cuda.mem_get_info(device)
+    taken = torch.cuda.memory_allocated(device)
+    left = min(free, int(total * settings.memory) - taken) - int(settings.graph_memory_gib * 2**30) - _STEP_BYTES
+    page_bytes = 2 * config.layers * config.kv_heads * config.head_dim * PAGE * dtype.itemsize
+    if left < (longest + 1) * page_bytes:
+        raise EngineError(
+            f"engine.memory={settings.memory} of {total / 2**30:.0f} GiB leaves {max(left, 0) / 2**30:.1f} GiB for "
+            f"keys and values, and one answer of engine.max_length={settings.max_length} tokens needs "
+            f"{(longest + 1) * page_bytes / 2**30:.1f}; raise engine.memory or lower engine.max_length"
+        )
+    return min(wanted, left // page_bytes)

@@ -1,0 +1,73 @@
+"""What the native engines on CPU and GPU share: requests in rows of a SlotTable, counters, and the end of answers."""
+
+from math import isnan
+
+from asyncrl.drafting.settings import DrafterSettings
+from asyncrl.engines.cooperative import CooperativeEngine, Job
+from asyncrl.engines.native.slots import Ended, SlotTable
+from asyncrl.engines.native.speculation.build import build_chooser
+from asyncrl.engines.native.speculation.source import Chooser
+from asyncrl.engines.native.speculation.speculator import Tally
+from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.errors import EngineError
+from asyncrl.types import EngineStats, Request, Segment
+
+
+class RowEngine(CooperativeEngine):
+    def __init__(
+        self, settings: Settings, drafter: DrafterSettings, *, name: str, version: int, chooser: Chooser | None = None
+    ) -> None:
+        super().__init__(name, version)
+        self.settings, self._drafter = settings, drafter
+        self._generated = self._prefilled = self._reprefilled = 0
+        self._chooser = chooser or build_chooser(drafter)
+        self._tally = Tally()
+
+    def stats(self) -> EngineStats:
+        tally = self._tally
+        return EngineStats(
+            running=len(self._jobs) - len(self._waiting),
+            waiting=len(self._waiting),
+            version=self._version,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            reprefilled_tokens=self._reprefilled,
+            steps=self._steps,
+            busy_seconds=self._busy_seconds,
+            drafts=tally.drafts,
+            drafted_tokens=tally.drafted_tokens,
+            accepted_by_position=tuple(tally.accepted),
+            speculation=self._chooser.report(),
+        )
+
+    def _serve_model(self, vocabulary: int, slots: SlotTable) -> None:
+        """What `_open` found."""
+        self._vocabulary, self._slots = vocabulary, slots
+
+    def _check(self, request: Request) -> None:
+        if len(request.tokens) >= self.settings.max_length:
+            raise EngineError(
+                f"request {request.id}: {len(request.tokens)} tokens leave no room for an answer within "
+                f"engine.max_length={self.settings.max_length}; shorten the prompt or raise engine.max_length"
+            )
+        if min(request.tokens) < 0 or max(request.tokens) >= self._vocabulary:
+            raise EngineError(
+                f"request {request.id}: token ids must be in 0..{self._vocabulary - 1}, the model's vocabulary"
+            )
+
+    def _record(self, sampled: int, prefilled: int, ended: Ended, logprob_sum: float) -> None:
+        """Count a step, and finish the answers that end with it."""
+        if isnan(logprob_sum):
+            raise EngineError(f"the model's logits are NaN under version {self._version}: its weights have diverged")
+        self._generated += sampled
+        self._prefilled += prefilled
+        rows, stopped = ended
+        jobs = [self._slots.jobs[row] for row in rows]  # first all of them: finishing one moves another's row
+        for job, by_stop in zip(jobs, stopped, strict=True):
+            self._finish(job, "stop" if by_stop else "length")
+
+    def _take_row(self, job: Job) -> Segment:
+        slots, row = self._slots, job.row
+        span = slice(slots.segment[row], slots.known[row])
+        slots.segment[row] = slots.known[row]
+        return Segment.sampled(slots.tokens[row, span], slots.logprobs[row, span], self._version)

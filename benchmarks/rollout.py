@@ -1,0 +1,252 @@
+"""How fast engines decode on this GPU, by batch size, against each other and against the memory's limit.
+
+    python -m benchmarks.rollout --model DIRECTORY [--engines native vllm] [--batches 1 8 32 128] [--out FILE]
+    python -m benchmarks.rollout --shape qwen3-8b          (random weights, made on the spot)
+
+As many readers as the batch is large ask for one answer after the other, to random prompts, so that the text behind a
+token is `--context` tokens long on average; answers never stop early. The limit is the time to read the weights and
+the keys and values once, at the bandwidth that a copy on the device has here.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncrl.drafting.settings import NoDrafter
+from asyncrl.engines.base import Engine
+from asyncrl.engines.build import build_vllm
+from asyncrl.engines.native.build import build_native
+from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.models.checkpoint import save_model
+from asyncrl.models.config import ModelConfig, read_config
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.expand import SHAPES
+from asyncrl.models.names import hf_tensors
+from asyncrl.models.rope import signed_frequencies
+from asyncrl.types import Request, Sampling
+
+SETTLE_S = 0.5
+"""For all readers to be decoding."""
+FIRST_TIMEOUT_S = 120.0
+"""For the first tokens: a fresh engine compiles what it has not yet met."""
+COPIED = 1 << 31
+"""Bytes of the copy that measures the bandwidth."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement."""
+
+    engine: str
+    batch: int
+    tokens_per_second: float
+    step_ms: float
+    limit_ms: float
+    running: float
+    """Answers that really ran, on average."""
+
+    @property
+    def of_limit(self) -> float:
+        return self.limit_ms / self.step_ms
+
+
+class Readers:
+    """So many answers are always on their way, at first of different lengths so that they do not end together."""
+
+    def __init__(self, engine: Engine, batch: int, vocabulary: int, context: int) -> None:
+        self._engine, self._vocabulary = engine, vocabulary
+        self._prompt = self._answer = context * 2 // 3  # the middle of the answer is `context` behind
+        self._numbers = count()
+        self._tasks = [asyncio.create_task(self._read(first=(i + 1) / batch)) for i in range(batch)]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def all_served(self) -> None:
+        async with asyncio.timeout(FIRST_TIMEOUT_S):
+            while self._engine.stats().running < len(self._tasks):
+                self._raise_failure()
+                await asyncio.sleep(0.01)
+
+    def _raise_failure(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _read(self, first: float) -> None:
+        share = first
+        while True:
+            number = next(self._numbers)
+            tokens = np.random.default_rng(number).integers(0, self._vocabulary, self._prompt).tolist()
+            sampling = Sampling(max_tokens=max(1, int(share * self._answer)))
+            request = Request(id=f"{id(self)}-{number}", tokens=tuple(tokens), sampling=sampling, seed=number)
+            async for _ in self._engine.submit(request):
+                pass
+            share = 1.0
+
+
+def bandwidth() -> float:
+    """Bytes a second, read and written."""
+    source = torch.empty(COPIED, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    del source, target
+    torch.cuda.empty_cache()
+    return 2 * COPIED / float(np.median(times[1:]))
+
+
+def step_bytes(config: ModelConfig, batch: int, context: int, size: int = 2) -> int:
+    """What a step must read: all weights but the embedding, and keys and values."""
+    hidden, heads = config.hidden_size, config.heads + 2 * config.kv_heads
+    layer = hidden * (heads * config.head_dim + config.heads * config.head_dim + 3 * config.intermediate_size)
+    keys = 2 * config.layers * config.kv_heads * config.head_dim * context * batch
+    return size * (config.layers * layer + config.vocabulary * hidden + keys)
+
+
+async def measure(engine: Engine, name: str, batch: int, seconds: float, limit_ms: float) -> Figures:
+    before, began = engine.stats(), perf_counter()
+    running: list[int] = []
+    while perf_counter() - began < seconds:
+        await asyncio.sleep(seconds / 50)
+        running.append(engine.stats().running)
+    after, elapsed = engine.stats(), perf_counter() - began
+    rate, mean = (after.generated_tokens - before.generated_tokens) / elapsed, float(np.mean(running))
+    return Figures(
+        engine=name,
+        batch=batch,
+        tokens_per_second=rate,
+        step_ms=1e3 * mean / rate,
+        limit_ms=limit_ms,
+        running=mean,
+    )
+
+
+async def session(name: str, engine: Engine, config: ModelConfig, arguments: argparse.Namespace) -> list[Figures]:
+    found: list[Figures] = []
+    await engine.start()
+    for batch in arguments.batches:
+        readers = Readers(engine, batch, config.vocabulary, arguments.context)
+        await readers.all_served()
+        await asyncio.sleep(SETTLE_S)
+        limit_ms = 1e3 * step_bytes(config, batch, arguments.context) / arguments.bandwidth
+        found.append(await measure(engine, name, batch, arguments.seconds, limit_ms))
+        await readers.close()
+        print(line(found[-1]), flush=True)
+    await engine.close()
+    return found
+
+
+def line(figures: Figures) -> str:
+    return (
+        f"{figures.engine:7} batch {figures.batch:4}: {figures.tokens_per_second:10,.0f} tokens/s, "
+        f"{figures.step_ms:6.2f} ms a step, limit {figures.limit_ms:5.2f} ({figures.of_limit:.2f} of it reached), "
+        f"{figures.running:.1f} running"
+    )
+
+
+def ratios(found: list[Figures]) -> list[str]:
+    rates = {(figures.engine, figures.batch): figures.tokens_per_second for figures in found}
+    batches = sorted({figures.batch for figures in found if ("vllm", figures.batch) in rates})
+    return [
+        f"batch {batch:4}: native / vLLM = {rates['native', batch] / rates['vllm', batch]:.2f}"
+        for batch in batches
+        if ("native", batch) in rates
+    ]
+
+
+def make(name: str, model: Path, arguments: argparse.Namespace) -> Engine:
+    batch, memory = max(arguments.batches), arguments.memory
+    if name == "native":
+        return build_native(
+            model, NativeEngine(max_batch=batch, memory=memory), NoDrafter(), name=name, precision="bf16"
+        )
+    settings = VllmEngine(max_batch=batch, memory=memory, reproducible=False)
+    return build_vllm(model, settings, NoDrafter(), name=name, precision="bf16")
+
+
+@contextmanager
+def made_up(shape: str) -> Generator[Path]:
+    """A directory with random weights of this shape, in memory where there is room."""
+    raw = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "initializer_range": 0.02,
+    }
+    config = ModelConfig.from_hf(raw | msgspec.structs.asdict(SHAPES[shape]))
+    model = Decoder(config, torch.bfloat16).to_empty(device="cuda").requires_grad_(False)
+    model.frequencies_D = signed_frequencies(config.rope, config.head_dim)
+    for name, tensor in hf_tensors(model):
+        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, config.initializer_range)
+    size = 2 * sum(tensor.numel() for _, tensor in hf_tensors(model))
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(dir=memory if memory.is_dir() and shutil.disk_usage(memory).free > 1.2 * size else None)
+    try:
+        save_model(model, folder)
+        del model
+        torch.cuda.empty_cache()
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def run(model: Path, arguments: argparse.Namespace) -> list[Figures]:
+    config, found = read_config(model), list[Figures]()
+    arguments.bandwidth = bandwidth()
+    print(f"bandwidth of a device copy: {arguments.bandwidth / 1e12:.2f} TB/s", flush=True)
+    for name in arguments.engines:
+        found += asyncio.run(session(name, make(name, model, arguments), config, arguments))
+    print("\n".join(ratios(found)), flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, help="instead of a model")
+    parser.add_argument("--engines", nargs="+", choices=("native", "vllm"), default=["native", "vllm"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--memory", type=float, default=0.85)
+    parser.add_argument("--out", type=Path)
+    parsed = parser.parse_args(arguments)
+    if (parsed.model is None) == (parsed.shape is None):
+        parser.error("give either --model or --shape")
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    if parsed.model is not None:
+        found = run(parsed.model, parsed)
+    else:
+        with made_up(parsed.shape) as folder:
+            found = run(folder, parsed)
+    if parsed.out is not None:
+        parsed.out.write_text(json.dumps(msgspec.to_builtins(found), indent=2))
+
+
+if __name__ == "__main__":
+    main()

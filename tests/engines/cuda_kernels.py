@@ -1,0 +1,252 @@
+"""Each kernel in Triton against the same in torch, on a GPU, or on a CPU in Triton's interpreter:
+
+TRITON_INTERPRET=1 python -m tests.engines.cuda_kernels attend
+"""
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncrl.engines.native.cuda.kernels import torch_kernels
+from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Queries
+
+TORCH = torch_kernels.KERNELS
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+class Place(NamedTuple):
+    device: torch.device
+    large: bool
+    """Shapes of a real model, which the interpreter would take hours for."""
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(self.device, dtype)
+
+    def integers(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    torch.cuda.synchronize() if found.is_cuda else None
+    tolerance = TOLERANCE[found.dtype] if tolerance is None else tolerance
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def both(run: Callable[[Kernels], Tensor]) -> tuple[Tensor, Tensor]:
+    from asyncrl.engines.native.cuda.kernels import triton_kernels
+
+    return run(triton_kernels.KERNELS), run(TORCH)
+
+
+def embed(place: Place) -> None:
+    size = 4096 if place.large else 48
+    table_V_E = place.normal(100, size, dtype=torch.bfloat16)
+    tokens_T, sampled_N = place.integers([5, -1, 99, -3, 0]), place.integers([7, 8, 9])
+
+    def run(kernels: Kernels) -> Tensor:
+        out_T_E = torch.zeros(5, size, dtype=torch.bfloat16, device=place.device)
+        kernels.embed(tokens_T, sampled_N, table_V_E, out_T_E)
+        return out_T_E
+
+    found, expected = both(run)
+    assert torch.equal(found, expected)
+    assert torch.equal(found, table_V_E[torch.tensor([5, 7, 99, 9, 0], device=place.device)])
+
+
+def rms_norm(place: Place) -> None:
+    size = 4096 if place.large else 48
+    for dtype in (torch.float32, torch.bfloat16):
+        x_T_E, weight_E = place.normal(3, size, dtype=dtype), place.normal(size, dtype=dtype)
+
+        def run(kernels: Kernels, x: Tensor = x_T_E, weight: Tensor = weight_E) -> Tensor:
+            out_T_E = torch.empty_like(x)
+            kernels.rms_norm(x, weight, 1e-6, out_T_E)
+            return out_T_E
+
+        close(*both(run))
+
+
+def gated(place: Place) -> None:
+    width = 12288 if place.large else 100
+    for dtype in (torch.float32, torch.bfloat16):
+        gate_up_T_X = place.normal(3, 2 * width, dtype=dtype)
+
+        def run(kernels: Kernels, gate_up: Tensor = gate_up_T_X, width: int = width) -> Tensor:
+            out_T_F = gate_up.new_zeros(3, width)
+            kernels.gated(gate_up, out_T_F)
+            return out_T_F
+
+        close(*both(run))
+
+
+class Case(NamedTuple):
+    heads: Heads
+    page: int
+    width: int
+    starts: list[int]
+    counts: list[int]
+    dtype: torch.dtype = torch.float32
+    norm: bool = True
+
+    def queries(self, place: Place) -> Queries:
+        """Rows in reverse order, each with pages of its own in no order."""
+        groups = len(self.starts)
+        pages = max(start + self.width for start in self.starts) // self.page + 1
+        table_N_P = torch.randperm(groups * pages, generator=torch.Generator().manual_seed(0)).view(groups, pages)
+        rows = place.integers(list(range(groups))[::-1])
+        table_N_P = table_N_P.to(place.device, torch.int32)
+        return Queries(self.width, rows, place.integers(self.starts), place.integers(self.counts), table_N_P)
+
+    def kv(self, place: Place, queries: Queries) -> Tensor:
+        shape = 2, queries.table_N_P.numel(), self.heads.keys, self.page, self.heads.dim
+        return place.normal(*shape, dtype=self.dtype)
+
+    def qkv(self, place: Place) -> Tensor:
+        return place.normal(len(self.starts) * self.width, self.heads.all * self.heads.dim, dtype=self.dtype)
+
+
+def cases(place: Place) -> list[Case]:
+    if not place.large:
+        return [
+            Case(Heads(4, 2, 32), 16, 1, [0, 5, 33], [1, 1, 1]),
+            Case(Heads(4, 2, 24), 16, 3, [0, 14, 30], [3, 0, 2], norm=False),
+            Case(Heads(2, 1, 16), 16, 20, [0, 13], [20, 7], torch.float16),
+        ]
+    heads = Heads(32, 8, 128)
+    return [
+        Case(heads, 64, 1, [700], [1], torch.bfloat16),
+        Case(heads, 64, 1, [0, 1, 63, 64, 65, 511, 2000, 9], [1, 1, 1, 1, 1, 1, 1, 0], torch.bfloat16),
+        Case(heads, 64, 1, list(range(0, 1280, 10)), [1] * 128, torch.bfloat16),
+        Case(heads, 64, 5, [0, 60, 1000], [5, 5, 3], torch.bfloat16),
+        Case(heads, 64, 16, [0, 16, 32, 600], [16, 16, 9, 16], torch.bfloat16),
+        Case(Heads(4, 2, 32), 64, 1, [0, 300], [1, 1]),
+        Case(Heads(4, 2, 32), 64, 32, [0, 300], [32, 1], norm=False),
+        Case(Heads(16, 2, 64), 64, 16, [0, 300], [16, 2], torch.bfloat16),
+    ]
+
+
+def rotate_and_store(place: Place) -> None:
+    for case in cases(place):
+        queries = case.queries(place)
+        turns_2_L_C = place.normal(2, max(case.starts) + case.width, case.heads.dim // 2)
+        norm_2_D = place.normal(2, case.heads.dim, dtype=case.dtype) if case.norm else None
+        stored: list[Tensor] = []
+        rotated: list[Tensor] = []
+
+        def run(
+            kernels: Kernels,
+            case: Case = case,
+            queries: Queries = queries,
+            turns: Tensor = turns_2_L_C,
+            norm: Tensor | None = norm_2_D,
+            stored: list[Tensor] = stored,
+            rotated: list[Tensor] = rotated,
+        ) -> Tensor:
+            kv, qkv = case.kv(place, queries), case.qkv(place)
+            kernels.rotate_and_store(qkv, turns, norm, 1e-6, kv, case.heads, queries)
+            stored.append(kv)
+            by_head = qkv.view(len(case.starts), case.width, case.heads.all, case.heads.dim)
+            rotated.append(by_head[:, :, : case.heads.queries])
+            return kv
+
+        both(run)
+        close(stored[0], stored[1])
+        for group, count in enumerate(case.counts):
+            close(rotated[0][group, :count], rotated[1][group, :count])
+
+
+def attend(place: Place) -> None:
+    for case in cases(place):
+        queries = case.queries(place)
+        qkv, kv = case.qkv(place), case.kv(place, queries)
+
+        def run(
+            kernels: Kernels, case: Case = case, queries: Queries = queries, qkv: Tensor = qkv, kv: Tensor = kv
+        ) -> Tensor:
+            out_T_X = qkv.new_full((qkv.shape[0], case.heads.queries * case.heads.dim), 7.0)
+            kernels.attend(qkv, kv, case.heads, queries, out_T_X)
+            return out_T_X
+
+        found, expected = both(run)
+        close(found, expected)
+        for group, count in enumerate(case.counts):
+            assert not found.view(len(case.starts), case.width, -1)[group, count:].any(), "padding gives zeros"
+
+
+def attend_ignores_what_lies_behind_the_end(place: Place) -> None:
+    """A page is used again: behind the end of a row it may hold anything."""
+    from asyncrl.engines.native.cuda.kernels import triton_kernels
+
+    case = Case(Heads(4, 2, 32), 16, 1, [20], [1])
+    queries = case.queries(place)
+    qkv, kv = case.qkv(place), case.kv(place, queries)
+    outs: list[Tensor] = []
+    for garbage in (0.0, float("nan")):
+        last = int(queries.table_N_P[0, 1])
+        kv[:, last, :, 5:] = garbage
+        out_T_X = qkv.new_zeros(1, 128)
+        triton_kernels.KERNELS.attend(qkv, kv, case.heads, queries, out_T_X)
+        outs.append(out_T_X)
+    close(outs[1], outs[0], 0.0)
+
+
+def sample(place: Place) -> None:
+    size = 151_936 if place.large else 5000
+    logits_N_V = place.normal(6, size) * 3
+    logits_N_V[5, 4] = 50.0
+    temperature_N = torch.tensor([1.0, 0.0, 0.7, 1.0, 1.3, 1.0], device=place.device)
+    for uniforms in ([0.5, 0.5, 0.25, 2**-24, 1.0, 0.9], [0.1, 0.2, 0.9, 1.0, 0.77, 1.0]):
+        uniform_N = torch.tensor(uniforms, device=place.device)
+        tokens: list[Tensor] = []
+
+        def run(kernels: Kernels, uniform_N: Tensor = uniform_N, tokens: list[Tensor] = tokens) -> Tensor:
+            token_N = torch.full((6,), -1, dtype=torch.int32, device=place.device)
+            logprob_N = torch.full((6,), 9.0, device=place.device)
+            kernels.sample(logits_N_V, temperature_N, uniform_N, token_N, logprob_N)
+            tokens.append(token_N.long())
+            return logprob_N
+
+        found, _ = both(run)
+        heat_N_1 = torch.where(temperature_N == 0, 1.0, temperature_N)[:, None]
+        probs_N_V = (logits_N_V.double() / heat_N_1.double()).softmax(-1)
+        close(found.double(), probs_N_V.gather(1, tokens[0][:, None])[:, 0].log(), 1e-4)
+        assert int(tokens[0][1]) == int(logits_N_V[1].argmax())
+        upper_N = probs_N_V.cumsum(-1).gather(1, tokens[0][:, None])[:, 0]
+        lower_N = upper_N - probs_N_V.gather(1, tokens[0][:, None])[:, 0]
+        inside_N = (uniform_N >= lower_N - 1e-5) & (uniform_N <= upper_N + 1e-5) & (tokens[0] < size)
+        assert bool((inside_N | (temperature_N == 0)).all())
+
+
+def sample_says_that_logits_are_no_numbers(place: Place) -> None:
+    from asyncrl.engines.native.cuda.kernels import triton_kernels
+
+    logits_N_V = place.normal(1, 300)
+    logits_N_V[0, 7] = float("nan")
+    token_N, logprob_N = place.integers([-1]), torch.zeros(1, device=place.device)
+    ones = torch.ones(1, device=place.device)
+    triton_kernels.KERNELS.sample(logits_N_V, ones, ones / 2, token_N, logprob_N)
+    assert bool(logprob_N.isnan().all())
+    assert 0 <= int(token_N) < 300
+
+
+CHECKS: dict[str, Callable[[Place], None]] = {
+    check.__name__: check
+    for check in (
+        embed,
+        rms_norm,
+        gated,
+        rotate_and_store,
+        attend,
+        attend_ignores_what_lies_behind_the_end,
+        sample,
+        sample_says_that_logits_are_no_numbers,
+    )
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        CHECKS[name](Place(torch.device("cpu"), large=False))
+        print(name, "ok")

@@ -1,0 +1,129 @@
+"""Pages of the KV cache: no page is lost, none has two writers, and an engine with too few of them still serves all."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from asyncrl.engines.base import Engine
+from asyncrl.engines.native.cuda.engine import CudaEngine
+from asyncrl.engines.native.cuda.pages import PAGE, PageTable
+from asyncrl.engines.settings import NativeEngine as Settings
+from tests.engines.driving import LONG, Answer, ask, collect_all, native, serving
+from tests.tiny_model import tiny_checkpoint
+
+ROWS, LENGTH, SIZE, PAGES = 5, 40, 8, 14
+
+
+class Pages(RuleBasedStateMachine):
+    """Every token is a number that is written once; what a row reads must be what was written for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = PageTable(ROWS, LENGTH, PAGES, SIZE)
+        self.memory = np.zeros((PAGES, SIZE), np.int64)
+        self.texts: list[list[int]] = [[] for _ in range(ROWS)]
+        self.next = 1
+
+    @rule(row=st.integers(0, ROWS - 1), count=st.integers(1, 12))
+    def write(self, row: int, count: int) -> None:
+        text, free, held = self.texts[row], self.table.free, int(self.table.held[row])
+        end = min(LENGTH, len(text) + count)
+        if not self.table.reserve(row, end):
+            assert -(-end // SIZE) - held > free
+            assert (self.table.free, self.table.held[row]) == (free, held), "nothing has changed"
+            return
+        for position in range(len(text), end):
+            self.memory[self.table.table[row, position // SIZE], position % SIZE] = self.next
+            text.append(self.next)
+            self.next += 1
+
+    @rule(source=st.integers(0, ROWS - 1), to=st.integers(0, ROWS - 1), length=st.integers(1, LENGTH))
+    def share(self, source: int, to: int, length: int) -> None:
+        if source == to or self.table.held[to] or length > len(self.texts[source]):
+            return
+        copies = self.table.share(source, to, length)
+        if copies is None:
+            assert self.table.free == 0
+            assert self.table.held[to] == 0
+            return
+        for copy in copies:
+            self.memory[copy.target] = self.memory[copy.source]
+        self.texts[to] = self.texts[source][:length]
+
+    @rule(row=st.integers(0, ROWS - 1))
+    def release(self, row: int) -> None:
+        self.table.release(row)
+        self.texts[row] = []
+
+    @rule(source=st.integers(0, ROWS - 1), to=st.integers(0, ROWS - 1))
+    def move(self, source: int, to: int) -> None:
+        if source != to and not self.table.held[to]:
+            self.table.move(source, to)
+            self.texts[to], self.texts[source] = self.texts[source], []
+
+    @invariant()
+    def every_row_reads_its_own(self) -> None:
+        for row, text in enumerate(self.texts):
+            read = self.memory[self.table.table[row, : self.table.held[row]]].ravel()
+            assert read[: len(text)].tolist() == text
+
+    @invariant()
+    def no_page_is_lost(self) -> None:
+        held = {int(page) for row in range(ROWS) for page in self.table.table[row, : self.table.held[row]]}
+        assert len(held) + self.table.free == PAGES
+
+
+Pages.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPages = Pages.TestCase
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.mark.parametrize("pages", [5, 100])
+def test_an_engine_short_of_pages_serves_all_alike(path: Path, pages: int) -> None:
+    """Rows that give up their pages are computed again, and nothing of it can be seen in the answers."""
+    lengths = [120, 30, 100, 3, 90, 60, 110, 1, 70, 80]
+    requests = [
+        ask(f"{i}", LONG[: 1 + 17 * (i % 4)], seed=i, max_tokens=length, temperature=float(i % 5 != 0))
+        for i, length in enumerate(lengths)
+    ]
+    few = Settings(max_batch=6, max_length=4 * PAGE, prefill_chunk=48)
+    paged = CudaEngine(path, few, name="paged", device=torch.device("cpu"), pages=pages)
+
+    async def run(engine: Engine) -> list[Answer]:
+        async with serving(engine) as serves:
+            return await collect_all(serves, requests)
+
+    answers = asyncio.run(run(paged))
+    expected = asyncio.run(run(native(path)))
+    for answer, reference in zip(answers, expected, strict=True):
+        assert answer.tokens.tolist() == reference.tokens.tolist()
+        np.testing.assert_allclose(answer.logprobs, reference.logprobs, atol=1e-3)
+    assert paged.stats().generated_tokens == sum(lengths)
+    computed_twice = paged.stats().prefilled_tokens > sum(len(request.tokens) for request in requests)
+    assert computed_twice == (pages == 5)
+
+
+def test_a_group_shares_its_prompt(path: Path) -> None:
+    prompt = LONG[: PAGE + 20]
+    requests = [ask(f"{i}", prompt, seed=i, max_tokens=5) for i in range(8)]
+
+    async def run() -> int:
+        paged = CudaEngine(path, Settings(), name="paged", device=torch.device("cpu"))
+        async with serving(paged) as engine:
+            answers = await collect_all(engine, requests)
+            assert len({answer.tokens.tobytes() for answer in answers}) > 5
+            return engine.stats().prefilled_tokens
+
+    assert asyncio.run(run()) == len(prompt) - 1
