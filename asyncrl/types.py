@@ -12,6 +12,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.weight_types import Bucket as Bucket
+from asyncrl.weight_types import Probe as Probe
+from asyncrl.weight_types import SendOrder as SendOrder
+from asyncrl.weight_types import TensorSpec as TensorSpec
+from asyncrl.weight_types import WeightAck as WeightAck
+from asyncrl.weight_types import WeightManifest as WeightManifest
+
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Finish = Literal["stop", "length", "abort"]
@@ -191,37 +198,6 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why no further group is admitted now."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor inside a weight publication."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    bytes: int
-
-
-class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one policy version consists of, and the digest that proves it arrived."""
-
-    version: int
-    tensors: tuple[TensorSpec, ...]
-    total_bytes: int
-    digest: str
-    location: str
-    """Where a receiver finds the bytes; its meaning belongs to the transport."""
-
-
-class WeightAck(msgspec.Struct, frozen=True, array_like=True):
-    """An engine's word that it now serves `version`, with the digest of what it really holds."""
-
-    engine: str
-    version: int
-    digest: str
-    reprefilled_tokens: int = 0
-    """Tokens of running answers whose keys and values are computed again under the new weights."""
-
-
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """How to draw tokens. Temperature 0 is greedy."""
 
@@ -245,6 +221,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sampling: Sampling
     seed: int
     resumed: int = 0
+    ahead: bool = False
+    """It goes before all that wait."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):

@@ -138,7 +138,7 @@ def main() -> None:
         make_checkpoint(arguments.shape, path, dtype)
         model, _ = load_model(path, dtype)
         model = model.to("cuda" if on_gpu else "cpu")
-        writer = make_writer(lambda: hf_tensors(model), on_gpu=on_gpu, prefix="bench")
+        writer = make_writer(lambda: hf_tensors(model), "cuda_ipc" if on_gpu else "shared_memory", prefix="bench")
         settings = VllmEngine(max_batch=max(64, arguments.requests), max_length=8192, memory=arguments.memory)
         engine = build_vllm(path, settings, NoDrafter(), name="bench", precision="bf16" if on_gpu else "fp32")
         asyncio.run(measure(engine, writer, arguments))

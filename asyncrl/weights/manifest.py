@@ -1,16 +1,21 @@
-"""What a policy version consists of: layout and digest as pure code, shared by every transport."""
+"""What a policy version consists of: layout, buckets and digest as pure code, shared by every transport."""
 
 from collections.abc import Iterable
 
+import msgspec
 import torch
 import xxhash
 
 from asyncrl.types import TensorSpec
 
 ALIGNMENT = 64
+BUCKET_BYTES = 256 << 20
+"""Largest bucket: long enough for full speed, short enough to tell where a transfer broke."""
 CUDA_IPC = "cuda-ipc:"
-"""Begins the location of weights on a GPU; any other location is a path."""
+"""Begins the location of weights on a GPU of this host; the other schemes stand in their transports' files."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Range = tuple[int, int]
+"""Offset and size in bytes."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -28,9 +33,16 @@ def layout(named: NamedTensors) -> tuple[tuple[TensorSpec, ...], int]:
     return tuple(specs), offset
 
 
+def cut(total: int, limit: int = BUCKET_BYTES) -> list[Range]:
+    """Buckets of at most `limit` bytes, a multiple of the alignment; a tensor may lie in several."""
+    if limit < ALIGNMENT or limit % ALIGNMENT:
+        raise ValueError(f"a bucket of {limit} bytes is no multiple of {ALIGNMENT}")
+    return [(offset, min(limit, total - offset)) for offset in range(0, total, limit)]
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as a flat uint8 tensor on the CPU; no copy when it is contiguous there already."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """The tensor's memory as a flat uint8 tensor; no copy when it is contiguous already."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def digest_tensors(named: NamedTensors) -> str:
@@ -38,5 +50,15 @@ def digest_tensors(named: NamedTensors) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in named:
         digest.update(f"{name} {tuple(tensor.shape)} {dtype_name(tensor.dtype)};".encode())
-        digest.update(as_bytes(tensor).numpy().data)
+        digest.update(as_bytes(tensor.cpu()).numpy().data)
     return digest.hexdigest()
+
+
+def digest_sums(specs: tuple[TensorSpec, ...], sums: Iterable[int]) -> str:
+    """The same for bytes on a GPU: names, shapes and dtypes by hash, the bytes by their word sums (word_sum.py)."""
+    names = xxhash.xxh3_64_hexdigest(msgspec.json.encode(specs))
+    return f"{names}-{sum(sums) % 2**64:016x}"
+
+
+def is_word_sum(digest: str) -> bool:
+    return "-" in digest

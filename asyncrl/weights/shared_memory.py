@@ -1,8 +1,9 @@
 """Weights through shared memory: the trainer writes one file in memory, engines on the same host map it.
 
-Two files alternate, so a version can be written while a slow receiver still reads the one before. They live in
-/dev/shm where there is one, are readable by the owner alone, and belong to a directory that the writer removes.
-`multiprocessing.shared_memory` is not used: its resource tracker unlinks a block when any reader exits.
+Two files alternate, so a version can be written while a slow receiver still reads the one before, and the one before
+can be loaded again. They live in /dev/shm where there is one, are readable by the owner alone, and belong to a
+directory that the writer removes. `multiprocessing.shared_memory` is not used: its resource tracker unlinks a block
+when any reader exits.
 """
 
 import mmap
@@ -15,8 +16,11 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.types import WeightManifest
-from asyncrl.weights.manifest import NamedTensors, as_bytes, digest_tensors, layout
+from asyncrl.types import Bucket, SendOrder, TensorSpec, WeightManifest
+from asyncrl.weights.flat import Flat
+from asyncrl.weights.gather import OneRank, fill
+from asyncrl.weights.manifest import NamedTensors
+from asyncrl.weights.manifest import digest_tensors as digest_tensors
 
 
 def shared_directory(prefix: str) -> Path:
@@ -25,27 +29,44 @@ def shared_directory(prefix: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"asyncrl-{prefix}-", dir=memory if memory.is_dir() else None))
 
 
+class Alternating:
+    """Which of two places a version is written to: the same again for the same version, else the other."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._slot = 0
+
+    def slot(self, version: int) -> int:
+        if version != self._version:
+            self._version, self._slot = version, 1 - self._slot
+        return self._slot
+
+
 class SharedMemoryWriter:
     """The trainer's side. `tensors` is called for each publication and yields the HF-named weights."""
 
     def __init__(self, tensors: Callable[[], NamedTensors], *, prefix: str) -> None:
-        self._tensors = tensors
+        self._source = OneRank(tensors)
         self._directory = shared_directory(prefix)
+        self._places = Alternating()
 
-    def publish(self, version: int) -> WeightManifest:
-        named = list(self._tensors())
-        specs, total = layout(named)
-        path = self._directory / f"weights-{version % 2}"
+    def publish(self, version: int, order: SendOrder | None = None) -> WeightManifest:
+        specs, total = self._source.layout()
+        path = self._directory / f"weights-{self._places.slot(version)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _reserve(descriptor, total, path)
             with mmap.mmap(descriptor, total) as memory:
-                _copy_into(memory, [(spec.offset, tensor) for spec, (_, tensor) in zip(specs, named, strict=True)])
+                buckets, digest = self._write(specs, memory)
         finally:
             os.close(descriptor)
         return WeightManifest(
-            version=version, tensors=specs, total_bytes=total, digest=digest_tensors(named), location=str(path)
+            version=version, tensors=specs, total_bytes=total, digest=digest, location=str(path), buckets=buckets
         )
+
+    def _write(self, specs: tuple[TensorSpec, ...], memory: mmap.mmap) -> tuple[tuple[Bucket, ...], str]:
+        """In a function of its own: its tensors must be gone before the map can be closed."""
+        return fill(self._source, Flat(specs, torch.frombuffer(memory, dtype=torch.uint8))).seal()
 
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -61,16 +82,8 @@ def _reserve(descriptor: int, size: int, path: Path) -> None:
         raise WeightSyncError(f"no room for {size} bytes of weights at {path}: {error.strerror}; free some") from None
 
 
-def _copy_into(memory: mmap.mmap, placed: list[tuple[int, torch.Tensor]]) -> None:
-    target = torch.frombuffer(memory, dtype=torch.uint8)
-    for offset, tensor in placed:
-        source = as_bytes(tensor)
-        target[offset : offset + source.numel()].copy_(source)
-    del target  # releases the buffer export, or closing the map would fail
-
-
-def read_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the published tensors. They are views of the map: copy what must outlive the iteration."""
+def mapped(manifest: WeightManifest) -> Flat:
+    """The published bytes, as long as the returned object lives; writing into it changes only this process's copy."""
     try:
         descriptor = os.open(manifest.location, os.O_RDONLY)
     except OSError as error:
@@ -85,7 +98,9 @@ def read_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]
         memory = mmap.mmap(descriptor, manifest.total_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
-    for spec in manifest.tensors:
-        dtype = getattr(torch, spec.dtype)
-        count = spec.bytes // dtype.itemsize
-        yield spec.name, torch.frombuffer(memory, dtype=dtype, count=count, offset=spec.offset).view(spec.shape)
+    return Flat(manifest.tensors, torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def read_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the published tensors. They are views of the map: copy what must outlive the next update."""
+    return mapped(manifest).tensors()

@@ -32,7 +32,7 @@ def test_another_process_reads_what_was_published() -> None:
         "b": torch.randn(5, device="cuda", generator=generator).to(torch.bfloat16),
         "c": torch.randn(40_000_003, device="cuda", generator=generator),  # longer than one chunk of the digest
     }
-    writer = make_writer(lambda: tensors.items(), on_gpu=True, prefix="test")
+    writer = make_writer(lambda: tensors.items(), "cuda_ipc", prefix="test")
     digests: list[str] = []
     for version in (1, 2, 3):
         tensors["a"] += 1

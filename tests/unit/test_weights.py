@@ -1,4 +1,4 @@
-"""Layout, digest and the shared-memory transport."""
+"""Layout, buckets, digests and the shared-memory transport."""
 
 import multiprocessing
 import stat
@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.types import WeightManifest
-from asyncrl.weights.manifest import ALIGNMENT, digest_tensors, layout
-from asyncrl.weights.shared_memory import SharedMemoryWriter, read_tensors
+from asyncrl.types import Bucket, WeightManifest
+from asyncrl.weights.flat import Flat
+from asyncrl.weights.manifest import ALIGNMENT, cut, digest_sums, digest_tensors, layout
+from asyncrl.weights.shared_memory import SharedMemoryWriter, mapped, read_tensors
+from asyncrl.weights.transport import digest_published
+from asyncrl.weights.word_sum import ODD, word_sums
 
 
 def _weights() -> list[tuple[str, torch.Tensor]]:
@@ -72,3 +77,93 @@ def test_missing_weights_are_an_error_that_names_the_place():
     writer.close()
     with pytest.raises(WeightSyncError, match="version 1"):
         dict(read_tensors(manifest))
+
+
+@given(total=st.integers(0, 5000).map(lambda blocks: blocks * ALIGNMENT), limit=st.integers(1, 40))
+def test_buckets_are_bounded_and_cover_every_byte_once(total: int, limit: int) -> None:
+    parts = cut(total, limit * ALIGNMENT)
+    assert all(0 < size <= limit * ALIGNMENT for _, size in parts)
+    ends = [0, *(offset + size for offset, size in parts)]
+    assert [offset for offset, _ in parts] == ends[:-1]
+    assert ends[-1] == total
+
+
+def test_a_bucket_must_be_aligned() -> None:
+    with pytest.raises(ValueError, match="no multiple of 64"):
+        cut(640, 100)
+
+
+def _flat(*, word_sums: bool) -> Flat:
+    weights = _weights()
+    specs, total = layout(weights)
+    flat = Flat(specs, torch.zeros(total, dtype=torch.uint8), word_sums=word_sums)
+    for spec, (_, tensor) in zip(specs, weights, strict=True):
+        flat.put(spec, tensor)
+    return flat
+
+
+@pytest.mark.parametrize("by_words", [False, True])
+def test_each_flipped_bit_is_found_in_its_bucket(by_words: bool) -> None:
+    flat = _flat(word_sums=by_words)
+    buckets, digest = flat.seal(limit=128)
+    assert [(bucket.offset, bucket.bytes) for bucket in buckets] == [(0, 128), (128, 128), (256, 64)]
+    assert flat.missing(buckets) == []
+    for place in range(0, len(flat.memory), 7):
+        flat.memory[place] ^= 1 << place % 8
+        assert flat.missing(buckets) == [buckets[place // 128]]
+        inside = any(spec.offset <= place < spec.offset + spec.bytes for spec in flat.specs)
+        assert (flat.digest() != digest) == (inside or by_words)  # gaps are in buckets and word sums only
+        flat.memory[place] ^= 1 << place % 8
+    assert flat.digest() == digest
+
+
+def test_a_broken_transfer_goes_on_with_what_is_missing() -> None:
+    source = _flat(word_sums=False)
+    buckets, digest = source.seal(limit=64)
+    target = Flat.empty(source.specs, len(source.memory))
+
+    def transfer(wanted: list[Bucket]) -> None:
+        for bucket in wanted:
+            target.part(bucket).copy_(source.part(bucket))
+
+    transfer(target.missing(buckets)[:2])
+    left = target.missing(buckets)
+    assert left == list(buckets[2:])
+    transfer(left)
+    assert target.missing(buckets) == []
+    assert target.digest() == digest
+
+
+def test_word_sums_are_those_of_the_definition() -> None:
+    memory = torch.randint(0, 256, (640,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    words = [int.from_bytes(memory.numpy().tobytes()[start : start + 8], "little") for start in range(0, 640, 8)]
+    products = [word * (place * ODD | 1) % 2**64 for place, word in enumerate(words)]
+    assert word_sums(memory, [(0, 640)]) == [sum(products) % 2**64]
+    assert word_sums(memory, [(0, 128), (128, 512)]) == [sum(products[:16]) % 2**64, sum(products[16:]) % 2**64]
+    assert digest_sums((), [1, 2**64 - 2]).endswith("-ffffffffffffffff")
+
+
+def test_a_flipped_bit_in_shared_memory_changes_the_digest_found() -> None:
+    writer = SharedMemoryWriter(_weights, prefix="test")
+    manifest = writer.publish(1)
+    assert digest_published(manifest) == manifest.digest
+    with Path(manifest.location).open("r+b") as file:
+        file.seek(130)
+        byte = file.read(1)[0]
+        file.seek(130)
+        file.write(bytes([byte ^ 4]))
+    assert digest_published(manifest) != manifest.digest
+    assert mapped(manifest).missing(manifest.buckets) == list(manifest.buckets)  # it has one
+    again = writer.publish(1)
+    assert (again.location, again.digest) == (manifest.location, manifest.digest)
+    assert digest_published(manifest) == manifest.digest
+    writer.close()
+
+
+def test_versions_that_are_not_all_published_still_alternate() -> None:
+    versions = iter([torch.zeros(4), torch.ones(4)])
+    writer = SharedMemoryWriter(lambda: [("w", next(versions))], prefix="test")
+    first, second = writer.publish(4), writer.publish(6)
+    assert first.location != second.location
+    assert dict(read_tensors(first))["w"].tolist() == [0.0] * 4
+    writer.close()

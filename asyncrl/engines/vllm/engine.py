@@ -96,6 +96,7 @@ class VllmEngine(RequestSide[_Job]):
                 f"makes it print more"
             ) from error
         self._processes = [process for process in active_children() if process not in others]
+        await self._llm.collective_rpc("prepare_updates")
         gc.freeze()  # vLLM's modules stay; a full collection over them would stop every stream for 0.3 to 0.5 s
         self._refusal = ""
 
@@ -131,7 +132,14 @@ class VllmEngine(RequestSide[_Job]):
 
     async def _verify(self, manifest: WeightManifest, encoded: str) -> None:
         """Nothing is touched unless every worker reads exactly what was published."""
-        for digest in await self._serving().collective_rpc("digest_published", args=(encoded,)):
+        try:
+            digests = await self._serving().collective_rpc("digest_published", args=(encoded,))
+        except Exception as error:  # whatever kept a worker from reading, the model is as it was
+            raise WeightSyncError(
+                f"engine {self.name}: weights of version {manifest.version} did not arrive: {error}; version "
+                f"{self._version} is kept, publish again"
+            ) from error
+        for digest in digests:
             if digest != manifest.digest:
                 raise WeightSyncError(
                     f"engine {self.name}: weights of version {manifest.version} have digest {digest}, published was "
@@ -236,7 +244,7 @@ class VllmEngine(RequestSide[_Job]):
         prompt = TokensPrompt(prompt_token_ids=list(job.request.tokens), cache_salt=f"v{self._version}")
         params = sampling_params(job.request, self._settings)
         try:
-            async for output in self._serving().generate(prompt, params, name):
+            async for output in self._serving().generate(prompt, params, name, priority=-job.request.ahead):
                 self._take(job, output.outputs[0])
         except EngineDeadError as error:
             self._fail(f"is dead: {error}", error)

@@ -1,8 +1,10 @@
 """What vLLM reads from the environment, set before it is imported; the user's own choice wins."""
 
 import os
+from collections.abc import Iterator
 
 from asyncrl.engines.settings import VllmEngine
+from asyncrl.errors import ConfigError
 
 OWNER = "ASYNCRL_ENGINE_OWNER"
 """Process without which the engine's own have no reason to live."""
@@ -11,7 +13,23 @@ SPECULATION = "ASYNCRL_ENGINE_SPECULATION"
 compiled code goes by these, and a folder in it is another one each time."""
 
 
+DOORS = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "vLLM would unpickle what it is sent",
+    "VLLM_SERVER_DEV_MODE": "vLLM would serve endpoints that run what they are sent",
+}
+
+
+def problems(settings: VllmEngine) -> Iterator[str]:
+    """A sentence for each variable that opens a door which the settings do not."""
+    for name, why in DOORS.items():
+        value = os.environ.get(name, "")
+        if value not in ("", "0") and name not in settings.allow_unsafe:
+            yield f"{name}={value} is set and {why}: unset it, or accept that with engine.allow_unsafe=[{name}]"
+
+
 def prepare(settings: VllmEngine) -> None:
+    for problem in problems(settings):
+        raise ConfigError(problem)
     wanted = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

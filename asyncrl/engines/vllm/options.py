@@ -33,12 +33,15 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
 def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=str(model),
+        trust_remote_code="trust_remote_code" in settings.allow_unsafe,
+        load_format="safetensors",  # by itself vLLM takes pickled weights where there are no others
         skip_tokenizer_init=True,  # tokens in, tokens out
         generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
         dtype=PRECISIONS[precision],
         hf_overrides={"head_dtype": "float32"},  # as the trainer has it (asyncrl/models/head.py)
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_batch,
+        scheduling_policy="priority",  # as they come, but for the probe of new weights, which goes first
         max_num_batched_tokens=max(settings.prefill_chunk, settings.max_batch),
         gpu_memory_utilization=settings.memory,
         tensor_parallel_size=settings.tensor_parallel,

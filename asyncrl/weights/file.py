@@ -1,0 +1,61 @@
+"""Weights through a file in safetensors layout: for hosts that share a disk, and for a replica that joins late."""
+
+import os
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import SendOrder, WeightManifest
+from asyncrl.weights.flat import Flat
+
+SCHEME = "file:"
+KEPT = 2
+"""Files that stay: a slow receiver may still read the one before the newest."""
+
+
+def write(manifest: WeightManifest, flat: Flat, folder: Path) -> Path:
+    """Whole or not at all, for the owner alone."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"version-{manifest.version}-{manifest.digest}.safetensors"
+    partial = path.with_suffix(".partial")
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600))
+    try:
+        save_file({name: tensor.cpu() for name, tensor in flat.tensors()}, partial)
+        partial.chmod(0o600)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise WeightSyncError(f"version {manifest.version} cannot be written to {folder}: {error}; free some") from None
+    return path
+
+
+def bring(manifest: WeightManifest, flat: Flat) -> None:
+    path = Path(manifest.location.removeprefix(SCHEME))
+    try:
+        with safe_open(path, framework="pt") as found:
+            for spec in flat.specs:
+                flat.put(spec, found.get_tensor(spec.name))
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(f"version {manifest.version} cannot be read from {path}: {error}") from None
+
+
+class FileCarrier:
+    """The trainer's side: each publication is a new file, and the oldest go."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written: list[Path] = []
+
+    def send(self, manifest: WeightManifest, flat: Flat, order: SendOrder) -> str:
+        path = write(manifest, flat, self._folder)
+        self._written = [*(old for old in self._written if old != path), path]
+        for old in self._written[:-KEPT]:
+            old.unlink(missing_ok=True)
+        self._written = self._written[-KEPT:]
+        return f"{SCHEME}{path}"
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

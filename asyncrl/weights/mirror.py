@@ -1,0 +1,147 @@
+"""Transports that bring bytes instead of mapping them: the receiver holds a mirror of the newest publication.
+
+A mirror is also what a sparse delta changes, and what an engine loads from only when every bucket has been checked.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import torch
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import SendOrder, WeightManifest
+from asyncrl.weights import delta
+from asyncrl.weights.flat import Flat
+from asyncrl.weights.gather import OneRank, fill
+from asyncrl.weights.manifest import NamedTensors, layout
+from asyncrl.weights.shared_memory import Alternating
+
+
+class Carrier(Protocol):
+    """How bytes leave the trainer."""
+
+    def send(self, manifest: WeightManifest, flat: Flat, order: SendOrder) -> str:
+        """Begin to give `flat` to the order's members; returns the location. `flat` stays as it is until the next."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Bring = Callable[[WeightManifest, Flat], None]
+"""How bytes arrive: fills the memory with what the manifest's location leads to."""
+
+
+class MirrorWriter:
+    """The trainer's side: every byte, or only what has changed since the publication before."""
+
+    def __init__(
+        self, tensors: Callable[[], NamedTensors], carrier: Carrier, *, sparse: bool, device: torch.device | str = "cpu"
+    ) -> None:
+        self._source = OneRank(tensors)
+        self._carrier = carrier
+        self._sparse = sparse
+        self._device = device
+        self._flats: dict[int, Flat] = {}
+        self._places = Alternating()
+        self._last: tuple[Flat, str] | None = None
+
+    def publish(self, version: int, order: SendOrder | None = None) -> WeightManifest:
+        order = order or SendOrder()
+        specs, total = self._source.layout()
+        slot = self._places.slot(version)
+        if slot not in self._flats or self._flats[slot].specs != specs:
+            self._flats[slot] = Flat.empty(specs, total, self._device)
+        flat = self._flats[slot]
+        base = self._last
+        if base is not None and base[0] is flat:  # the same version again: what it was made from is not known any more
+            base = None
+        manifest = sealed(version, fill(self._source, flat))
+        self._last = flat, manifest.digest
+        changed = delta.changes(base[0], flat) if self._sparse and base and not order.dense else None
+        if base is None or changed is None:
+            return msgspec.structs.replace(manifest, location=self._carrier.send(manifest, flat, order))
+        payload = packed(version, changed, self._device)
+        location = self._carrier.send(payload[0], payload[1], order)
+        return msgspec.structs.replace(
+            manifest, base=base[1], delta=msgspec.structs.replace(payload[0], location=location)
+        )
+
+    def close(self) -> None:
+        self._carrier.close()
+        self._flats.clear()
+        self._last = None
+
+
+def sealed(version: int, flat: Flat) -> WeightManifest:
+    buckets, digest = flat.seal()
+    return WeightManifest(
+        version=version,
+        tensors=flat.specs,
+        total_bytes=len(flat.memory),
+        digest=digest,
+        location="",
+        buckets=buckets,
+    )
+
+
+def packed(version: int, named: dict[str, torch.Tensor], device: torch.device | str) -> tuple[WeightManifest, Flat]:
+    specs, total = layout(named.items())
+    flat = Flat.empty(specs, total, device)
+    for spec in specs:
+        flat.put(spec, named[spec.name])
+    return sealed(version, flat), flat
+
+
+class Mirror:
+    """One receiver's copy. It holds a publication whole, or none."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
+        self._flat: Flat | None = None
+        self._digest = ""
+        self._location = ""
+
+    def receive(self, manifest: WeightManifest, bring: Bring) -> Flat:
+        """The published bytes, checked; WeightSyncError if they did not arrive whole."""
+        location = (manifest.delta or manifest).location
+        # By the location and not the digest: in a broadcast of what is here already the others still need this rank.
+        if self._flat is not None and self._location == location:
+            return self._flat
+        flat = self._changed(manifest, bring) if manifest.delta is not None else self._brought(manifest, bring)
+        _check(manifest, flat)
+        self._flat, self._digest, self._location = flat, manifest.digest, location
+        return flat
+
+    def _brought(self, manifest: WeightManifest, bring: Bring) -> Flat:
+        """Every byte, over those of the version before."""
+        flat = self._flat
+        self._flat, self._digest = None, ""  # nothing to build on until all of it has arrived
+        if flat is None or flat.specs != manifest.tensors:
+            flat = Flat.receiving(manifest, self._device)
+        bring(manifest, flat)
+        return flat
+
+    def _changed(self, manifest: WeightManifest, bring: Bring) -> Flat:
+        sparse, flat = manifest.delta, self._flat
+        assert sparse is not None
+        if flat is None or self._digest != manifest.base:
+            raise WeightSyncError(
+                f"version {manifest.version} came as changes to weights with digest {manifest.base}, and "
+                f"{self._digest or 'none'} is here; send every byte"
+            )
+        payload = Flat.receiving(sparse, self._device)
+        bring(sparse, payload)
+        _check(sparse, payload)
+        self._flat, self._digest = None, ""
+        delta.apply(flat, payload.tensors())
+        return flat
+
+
+def _check(manifest: WeightManifest, flat: Flat) -> None:
+    wrong = flat.missing(manifest.buckets)
+    if wrong:
+        raise WeightSyncError(
+            f"weights of version {manifest.version}: {len(wrong)} of {len(manifest.buckets)} buckets are not what was "
+            f"published, the first at byte {wrong[0].offset}; publish again"
+        )

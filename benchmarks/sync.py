@@ -1,0 +1,242 @@
+"""How long new weights take from the trainer to a receiver in another process, by transport.
+
+    python -m benchmarks.sync [--shape qwen3-0.6b qwen3-8b] [--transports cuda_ipc ...] [--updates 5] [--out FILE]
+
+Random bf16 weights, made on the GPU where there is one. The receiver holds plain tensors and no engine. For each
+version: `publish` is the trainer's part (gather into one buffer, digest), `receive` maps the bytes or brings and checks
+them, `digest` is the receiver's over all of it, `load` copies them into its tensors; `whole` is from the begin of
+`publish` to the receiver's answer, and the rate follows from it. With `+delta` 1 % of the weights change, and only
+these are sent. Medians, without the first update, in which memory is allocated and communicators are formed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple, cast
+
+import msgspec
+import torch
+
+from asyncrl.types import SendOrder, WeightManifest
+from asyncrl.weights.nccl import addressed_to
+from asyncrl.weights.transport import Transport, make_writer, published
+
+RECEIVER = "receiver"
+CHANGED = 100
+"""With a delta every so many elements one changes."""
+os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # both processes are on one card
+
+
+class Shape(NamedTuple):
+    hidden: int
+    wide: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
+        for layer in range(self.layers):
+            parts = {
+                "self_attn.q_proj": (queries, self.hidden),
+                "self_attn.k_proj": (keys, self.hidden),
+                "self_attn.v_proj": (keys, self.hidden),
+                "self_attn.o_proj": (self.hidden, queries),
+                "self_attn.q_norm": (self.head_dim,),
+                "self_attn.k_norm": (self.head_dim,),
+                "mlp.gate_proj": (self.wide, self.hidden),
+                "mlp.up_proj": (self.wide, self.hidden),
+                "mlp.down_proj": (self.hidden, self.wide),
+                "input_layernorm": (self.hidden,),
+                "post_attention_layernorm": (self.hidden,),
+            }
+            yield from ((f"model.layers.{layer}.{name}.weight", shape) for name, shape in parts.items())
+        yield "model.norm.weight", (self.hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, self.hidden)
+
+
+SHAPES = {
+    "tiny": Shape(128, 256, 2, 4, 2, 32, 512, tied=True),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936, tied=True),
+    "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 128, 151936, tied=False),
+}
+
+
+class Times(msgspec.Struct):
+    """What the receiver measured, in seconds."""
+
+    receive: float
+    digest: float
+    load: float
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One line of the table: medians in milliseconds."""
+
+    shape: str
+    transport: str
+    device: str
+    gigabytes: float
+    publish_ms: float
+    receive_ms: float
+    digest_ms: float
+    load_ms: float
+    whole_ms: float
+    gigabytes_per_second: float
+
+
+def receiver() -> None:
+    """The other process: one line of times for each manifest."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    held: dict[str, torch.Tensor] = {}
+    for line in sys.stdin:
+        manifest = msgspec.json.decode(line, type=WeightManifest)
+        if not held:
+            held = {
+                s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in manifest.tensors
+            }
+        began = perf_counter()
+        flat = published(manifest)
+        received = perf_counter()
+        digest = flat.digest()
+        digested = perf_counter()
+        for name, tensor in flat.tensors():
+            held[name].copy_(tensor)
+        synchronize()
+        if digest != manifest.digest:
+            raise SystemExit(f"version {manifest.version} arrived with digest {digest}")
+        print(
+            msgspec.json.encode(Times(received - began, digested - received, perf_counter() - digested)).decode(),
+            flush=True,
+        )
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def weights(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0.0, 0.02, generator=generator)
+        for name, size in shape.tensors()
+    }
+
+
+def available() -> list[str]:
+    """The transports of this machine, the fastest first."""
+    names = ["shared_memory", "file", "file+delta"]
+    if torch.cuda.is_available() and find_spec("cupy") is not None:
+        from asyncrl.weights import cupy_nccl
+
+        shared = cupy_nccl.nccl().get_version() >= cupy_nccl.OLDEST_SHARED
+        names = ["cuda_ipc", *(["nccl", "nccl+delta"] if shared else []), *names]
+    return names
+
+
+def measure(shape: str, transport: str, updates: int) -> Row:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tensors = weights(SHAPES[shape], device)
+    gigabytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e9
+    name, _, delta = transport.partition("+")
+    found: list[tuple[float, Times, float]] = []
+    command = [sys.executable, "-m", "benchmarks.sync", RECEIVER]
+    with (
+        tempfile.TemporaryDirectory(prefix="asyncrl-sync-") as folder,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        writer = make_writer(
+            tensors.items, cast(Transport, name), prefix="sync", folder=Path(folder) / "weights", delta=bool(delta)
+        )
+        for version in range(updates + 1):
+            change(tensors, sparsely=bool(delta))
+            synchronize()
+            began = perf_counter()
+            manifest = writer.publish(version, SendOrder(1, (RECEIVER,)))
+            publish = perf_counter() - began
+            child.stdin.write(msgspec.json.encode(addressed_to(manifest, RECEIVER)).decode() + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+            if not line:
+                raise SystemExit(f"{transport}: the receiver ended; it says why above")
+            found.append((publish, msgspec.json.decode(line, type=Times), perf_counter() - began))
+        child.stdin.close()
+        child.wait(timeout=60)
+        writer.close()
+    return summed_up(shape, transport, device.type, gigabytes, found[1:])
+
+
+def change(tensors: dict[str, torch.Tensor], *, sparsely: bool) -> None:
+    for tensor in tensors.values():
+        tensor.view(-1)[:: CHANGED if sparsely else 1] += 0.01
+
+
+def summed_up(
+    shape: str, transport: str, device: str, gigabytes: float, found: Sequence[tuple[float, Times, float]]
+) -> Row:
+    def ms(values: Iterator[float]) -> float:
+        return statistics.median(values) * 1e3
+
+    whole = ms(times[2] for times in found)
+    return Row(
+        shape=shape,
+        transport=transport,
+        device=device,
+        gigabytes=gigabytes,
+        publish_ms=ms(times[0] for times in found),
+        receive_ms=ms(times[1].receive for times in found),
+        digest_ms=ms(times[1].digest for times in found),
+        load_ms=ms(times[1].load for times in found),
+        whole_ms=whole,
+        gigabytes_per_second=gigabytes / whole * 1e3,
+    )
+
+
+def main() -> None:
+    if sys.argv[1:] == [RECEIVER]:
+        receiver()
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--shape", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "qwen3-8b"] if on_gpu else ["tiny"]
+    )
+    parser.add_argument("--transports", nargs="+", choices=available(), default=available())
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    print(f"{'shape':12}{'transport':15}{'GB':>7}   ms: publish  receive   digest     load    whole      GB/s")
+    for shape in arguments.shape:
+        for transport in arguments.transports:
+            row = measure(shape, transport, arguments.updates)
+            rows.append(row)
+            times = (row.publish_ms, row.receive_ms, row.digest_ms, row.load_ms, row.whole_ms)
+            print(
+                f"{shape:12}{transport:15}{row.gigabytes:7.3f}      "
+                + "".join(f"{value:9.2f}" for value in times)
+                + f"{row.gigabytes_per_second:10.2f}",
+                flush=True,
+            )
+            if arguments.out:
+                arguments.out.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
