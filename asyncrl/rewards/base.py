@@ -20,4 +20,6 @@ class RewardFailure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     message: str
 
 
+ALLOW_UNSAFE_EXEC = "ASYNCRL_ALLOW_UNSAFE_EXEC"
+"""In a worker's environment: programs may run outside a sandbox. It is there by reward.allow_unsafe_exec alone."""
 RewardResult = float | RewardFailure

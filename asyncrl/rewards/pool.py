@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
@@ -17,8 +18,10 @@ import msgspec
 
 from asyncrl.config import Reward
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
+from asyncrl.rewards.base import ALLOW_UNSAFE_EXEC, RewardFailure, RewardInput, RewardResult
 from asyncrl.rewards.worker import HEADER
+from asyncrl.stalls import processes
+from asyncrl.stalls.picture import Judging
 
 START_S = 60.0
 """Importing the user's module may load large libraries."""
@@ -53,6 +56,14 @@ class RewardPool:
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
+        self.queued = 0
+        """Shares that wait for a worker."""
+
+    @property
+    def judging(self) -> tuple[Judging, ...]:
+        """Workers that owe an answer, the oldest first."""
+        owed = [judging for worker in self._workers if (judging := worker.judging) is not None]
+        return tuple(sorted(owed, key=lambda judging: -judging.seconds))
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         """One result per input, in order. Calls may overlap."""
@@ -65,7 +76,11 @@ class RewardPool:
         return [result for task in shares for result in task.result()]
 
     async def _score_share(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        worker = await self._idle.get()
+        self.queued += 1
+        try:
+            worker = await self._idle.get()
+        finally:
+            self.queued -= 1
         try:
             return await worker.score(inputs)
         finally:
@@ -83,6 +98,15 @@ class _Worker:
         self._settings = settings
         self._child: _Child | None = None
         self._closed = False
+        self._owed: tuple[int, float, float] | None = None
+        """Process, beginning and limit of the answer that is waited for."""
+
+    @property
+    def judging(self) -> Judging | None:
+        if (owed := self._owed) is None:
+            return None
+        pid, since, limit_s = owed
+        return Judging(pid, time.monotonic() - since, limit_s, stopped=processes.state(pid) == "stopped")
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         results: list[RewardResult] = []
@@ -125,12 +149,15 @@ class _Worker:
 
     async def _next(self, child: "_Child", limit_s: float) -> RewardResult:
         """The next answer; if none comes, the child is ended and the reason is the answer."""
+        self._owed = child.pid, time.monotonic(), limit_s
         try:
             return await child.receive(limit_s)
         except TimeoutError:
             failure = RewardFailure("reward_timeout", f"no reward within {limit_s:g} s; the function was killed")
         except EOFError:
             failure = RewardFailure("reward_error", f"the reward process ended: {await child.fate()}")
+        finally:
+            self._owed = None
         await self._end()
         return failure
 
@@ -164,6 +191,10 @@ class _Child:
             *command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True
         )
         return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -231,6 +262,8 @@ def _command(settings: Reward) -> tuple[list[str], dict[str, str]]:
     # The child finds modules exactly where we do.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environment["PYTHONUNBUFFERED"] = "1"  # what it prints is seen even if it is killed
+    if settings.allow_unsafe_exec:
+        environment[ALLOW_UNSAFE_EXEC] = "1"
     return [sys.executable, "-m", "asyncrl.rewards.worker", settings.function], environment
 
 

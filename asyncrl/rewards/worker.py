@@ -20,6 +20,7 @@ from typing import BinaryIO
 import msgspec
 
 from asyncrl import functions
+from asyncrl.errors import AsyncRLError
 from asyncrl.functions import find_function
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
 
@@ -56,6 +57,8 @@ def judge(function: Function, sample: RewardInput) -> RewardResult:
 
 def describe(error: Exception) -> str:
     """One line, with the place if it lies in the user's code."""
+    if isinstance(error, AsyncRLError):
+        return str(error)[:MAX_MESSAGE]
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = frame.filename in (__file__, functions.__file__) or frame.filename.startswith("<frozen ")
     place = "" if ours else f" ({frame.filename}:{frame.lineno})"

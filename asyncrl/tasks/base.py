@@ -3,7 +3,7 @@
 from typing import Literal, Protocol
 from zlib import crc32
 
-from asyncrl.tasks.settings import ChainsTask, JsonlTask, ReasoningGymTask, TaskSettings
+from asyncrl.tasks.settings import ChainsTask, CodeTask, JsonlTask, ReasoningGymTask, TaskSettings
 from asyncrl.types import Prompt
 
 Split = Literal["train", "held_out"]
@@ -24,6 +24,7 @@ class Task(Protocol):
 def make_task(settings: TaskSettings, seed: int) -> Task:
     # Imported here because each task imports Split from this module.
     from asyncrl.tasks.chains import Chains
+    from asyncrl.tasks.code import Code
     from asyncrl.tasks.jsonl import Jsonl
 
     match settings:
@@ -31,6 +32,8 @@ def make_task(settings: TaskSettings, seed: int) -> Task:
             return Chains(settings, seed)
         case JsonlTask():
             return Jsonl(settings, seed)
+        case CodeTask():
+            return Code(settings, seed)
         case ReasoningGymTask():
             from asyncrl.tasks.reasoning_gym import ReasoningGym  # an optional package
 

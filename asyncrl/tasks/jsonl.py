@@ -10,11 +10,13 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.base import Split
-from asyncrl.tasks.settings import JsonlTask
+from asyncrl.tasks.settings import CodeTask, JsonlTask
 from asyncrl.types import Prompt
 
 
-class _Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True):
+    """One line of the file."""
+
     prompt: str
     answer: str = ""
 
@@ -26,8 +28,11 @@ class _Row(msgspec.Struct, frozen=True):
 class Jsonl:
     """The rows of a file, epoch after epoch, each epoch in another order."""
 
-    def __init__(self, settings: JsonlTask, seed: int) -> None:
-        prompts = _read(Path(settings.path))
+    EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
+    """A line as it should be, for who wrote another."""
+
+    def __init__(self, settings: JsonlTask | CodeTask, seed: int) -> None:
+        prompts = self._read(Path(settings.path))
         held_out = _held_out({prompt.text for prompt in prompts}, settings.held_out)
         self._settings = settings
         self._seed = seed
@@ -52,26 +57,25 @@ class Jsonl:
         Random(f"{self._seed}/{split}/{epoch}").shuffle(order)
         return order
 
+    def _decode(self, line: bytes) -> Row:
+        return msgspec.json.decode(line, type=Row)
 
-def _read(path: Path) -> list[Prompt]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"task.path={path} cannot be read: {error.strerror}") from None
-    prompts = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not prompts:
-        raise ConfigError(f"task.path={path} holds no prompt; write one JSON object with `prompt` per line")
-    return prompts
+    def _read(self, path: Path) -> list[Prompt]:
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"task.path={path} cannot be read: {error.strerror}") from None
+        prompts = [self._parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        if not prompts:
+            raise ConfigError(f"task.path={path} holds no prompt; write one JSON object with `prompt` per line")
+        return prompts
 
-
-def _parse(path: Path, number: int, line: bytes) -> Prompt:
-    try:
-        row = msgspec.json.decode(line, type=_Row)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f'{path}, line {number}: {error}; expected an object such as {{"prompt": "1+1=", "answer": "2"}}'
-        ) from None
-    return Prompt(uid=f"{path.name}:{number}", text=row.prompt, answer=row.answer)
+    def _parse(self, path: Path, number: int, line: bytes) -> Prompt:
+        try:
+            row = self._decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}; expected an object such as {self.EXAMPLE}") from None
+        return Prompt(uid=f"{path.name}:{number}", text=row.prompt, answer=row.answer)
 
 
 def _held_out(texts: set[str], share: float) -> set[str]:

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from asyncrl.errors import ConfigError
+from asyncrl.sandbox.base import Limits
 from asyncrl.settings import Natural, NonNegative, Settings
 
 
@@ -31,6 +33,16 @@ class JsonlTask(Settings, frozen=True, tag_field="type", tag="jsonl"):
     """Share of the file kept for evaluation."""
 
 
+class CodeTask(Settings, frozen=True, tag_field="type", tag="code"):
+    """Programs to write, from a JSON-lines file with the fields `prompt` and `tests`; judged by running them."""
+
+    path: str
+    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Share of the file kept for evaluation."""
+    limits: Limits = Limits()
+    """What the program of one answer may use."""
+
+
 class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_gym"):
     """Questions of a reasoning-gym dataset, which also judges the answers; needs the extra `reasoning`."""
 
@@ -44,4 +56,25 @@ class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_g
     """Solved questions shown before each one, as earlier turns of the chat."""
 
 
-TaskSettings = ChainsTask | JsonlTask | ReasoningGymTask
+TaskSettings = ChainsTask | JsonlTask | CodeTask | ReasoningGymTask
+JUDGES: dict[type[TaskSettings], str] = {
+    ReasoningGymTask: "asyncrl.tasks.reasoning_gym:graded_reward",
+    CodeTask: "asyncrl.rewards.code:reward",
+}
+"""Of tasks that the default reward cannot judge."""
+KILL_S = 5.0
+"""For making a sandbox and ending it, beside the program's own time."""
+
+
+def check_judge(task: TaskSettings, function: str, timeout_s: float) -> None:
+    """Refuse a reward that would call right answers wrong, or be killed over programs that are merely slow."""
+    if type(task) in JUDGES and function.startswith("asyncrl.tasks.chains:"):
+        raise ConfigError(
+            f"reward.function={function} cannot judge task={task.__struct_config__.tag}; set reward.function="
+            f"{JUDGES[type(task)]}"
+        )
+    if isinstance(task, CodeTask) and timeout_s < task.limits.wall_s + KILL_S:
+        raise ConfigError(
+            f"reward.timeout_s={timeout_s:g} would drop programs that run into task.limits.wall_s="
+            f"{task.limits.wall_s:g} instead of giving them 0; set reward.timeout_s={task.limits.wall_s + KILL_S:g}"
+        )
