@@ -18,9 +18,24 @@ def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
     return f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
 
 
+INSTANTIATED = (
+    "nothing is instantiated from a config; choose by name, as in engine=native, and give a function of your own where "
+    "a setting takes one, as reward.function does"
+)
+REMOTE_CODE = (
+    "code that comes with a model is not run; engine=vllm does so with engine.allow_unsafe=[trust_remote_code]"
+)
+REFUSED = dict.fromkeys(("_target_", "_partial_", "_args_", "_recursive_", "_convert_"), INSTANTIATED) | {
+    "trust_remote_code": REMOTE_CODE
+}
+"""Keys that elsewhere run code. They are refused at any depth, also where a setting takes any keys."""
+
+
 def unknown_keys(raw: Mapping[str, Any], struct: type[msgspec.Struct]) -> list[str]:
     """A sentence for each key that `struct` does not have, at any depth."""
     tree = _tree(_structs(inspect.type_info(struct)), raw)
+    if refused := [f"{key} is refused: {REFUSED[word]}" for key, word in _refused(raw)]:
+        return refused
     return [f"unknown key {key}: {_suggest(key, tree)}" for key in _unknown(raw, tree)]
 
 
@@ -63,6 +78,19 @@ def _tree(structs: list[inspect.StructType], raw: Any) -> Tree:
 def _structs(info: inspect.Type) -> list[inspect.StructType]:
     members = info.types if isinstance(info, inspect.UnionType) else (info,)
     return [member for member in members if isinstance(member, inspect.StructType)]
+
+
+def _refused(raw: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every refused key with the path to it."""
+    if isinstance(raw, list | tuple):
+        raw = {f"[{index}]": item for index, item in enumerate(cast(list[Any], raw))}
+    if not isinstance(raw, Mapping):
+        return
+    for key, value in cast(Mapping[str, Any], raw).items():
+        path = f"{prefix}{key}" if key.startswith("[") else f"{prefix}.{key}".lstrip(".")
+        if key in REFUSED:
+            yield path, key
+        yield from _refused(value, path)
 
 
 def _unknown(raw: Mapping[str, Any], tree: Tree, prefix: str = "") -> Iterator[str]:

@@ -2,12 +2,27 @@
 
 import os
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.errors import ConfigError
+
+OWNER_ONLY = 0o077
+"""The umask of every process of a run: answers, rewards and weights are nobody else's business."""
+
+
+@contextmanager
+def owner_only() -> Generator[None, None, None]:
+    """What is created inside, by whatever library, is readable by its owner alone."""
+    before = os.umask(OWNER_ONLY)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 class RunDirectory:
@@ -40,11 +55,17 @@ class RunDirectory:
             raise ConfigError(f"{path} is not a run directory: it has no config.yaml; name one such as runs/my-run")
         return cls(path)
 
+    def close_to_others(self) -> None:
+        """As it was created, wherever it was copied to since."""
+        if self.path.stat().st_uid == os.geteuid():
+            self.path.chmod(0o700)
+
 
 def replace(path: Path, content: bytes) -> None:
     """Write beside the target and rename, so a reader sees the old file or the new one, never half of it."""
     scratch = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    scratch.unlink(missing_ok=True)  # a link that somebody put there would be followed
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     scratch.replace(path)
@@ -54,7 +75,7 @@ class Events:
     """Spans and state changes, one JSON object a line, flushed at once: what is written survives kill -9."""
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
 
     def write(self, kind: str, *, start: float | None = None, **fields: Any) -> None:

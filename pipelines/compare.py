@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import msgspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.data.tables import read_table
 from asyncrl.errors import ConfigError
 from asyncrl.refusals import did_you_mean
 from asyncrl.rundir import RunDirectory, read_events
@@ -97,7 +97,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 def _columns(path: Path) -> dict[str, plot.Curve]:
     """Every numeric column against the number of steps done."""
-    metrics = pq.read_table(path)
+    metrics = read_table(path)
+    if "step" not in metrics.column_names:
+        raise ConfigError(f"{path} has no column `step`: no run has written it")
     steps = [step + 1 for step in metrics["step"].to_pylist()]
     return {
         field.name: plot.Curve(steps, metrics[field.name].to_pylist())

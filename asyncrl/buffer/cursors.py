@@ -25,7 +25,7 @@ class Cursors:
             raise ValueError(f"consumer {consumer!r} must match {NAME.pattern}, such as `trainer`")
         path = self._directory / f"cursor.{consumer}"
         fresh = self._directory / f".cursor.{consumer}"
-        handle = os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        handle = os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.write(handle, msgspec.json.encode(sequence))
             os.fsync(handle)

@@ -7,7 +7,8 @@
 Arrow's own file format is no log: a stream cut between two batches reads back short without an error, and a flipped
 bit in a body is not noticed. Here the checksum of a frame covers sequence, slot and payload, sequences are contiguous,
 and the digest chains the header and every frame head, so any changed, missing or doubled byte of a sealed file is
-found. A frame that is bad at the end of an `.open` file is what a crash leaves: it was never acknowledged.
+found. A frame that is bad at the end of an `.open` file is what a crash leaves: it was never acknowledged. One that is
+followed by a whole frame is damage: to cut there would lose what was acknowledged.
 """
 
 import hashlib
@@ -26,6 +27,8 @@ crc32c = cast(Callable[[int, bytes], int], cast(Any, google_crc32c).extend)  # u
 FORMAT = 1
 MAX_PAYLOAD = 64 << 20
 """A longer length is damage: it is refused before anything is allocated for it."""
+SEARCHED = 2 * MAX_PAYLOAD
+"""Bytes after a fault in which the next frame is looked for."""
 RUN_ID_BYTES = 64
 OPEN, SEALED = ".open", ".seg"
 
@@ -33,6 +36,7 @@ HEADER = struct.Struct(f"<8sI16s{RUN_ID_BYTES}sQ")
 FRAME = struct.Struct("<IIQ16s")
 FOOTER = struct.Struct("<I8sQ16s")
 CRC = struct.Struct("<I")
+SEQUENCE_OFFSET = struct.calcsize("<II")
 HEADER_SIZE, FOOTER_SIZE = HEADER.size + CRC.size, FOOTER.size + CRC.size
 MAGIC, END_MAGIC, END_MARK = b"ASYNCRL\x01", b"ARLSEAL\x01", 0xFFFFFFFF
 
@@ -88,8 +92,8 @@ def read_frame(file: BinaryIO, offset: int, limit: int) -> Frame | str:
 class Scan:
     """Iterates over the frames of one file and checks all of it.
 
-    A fault raises CorruptSegmentError in a sealed file; in an open one it ends the iteration, with the reason in
-    `fault` and the end of what is good in `end`.
+    A fault raises CorruptSegmentError in a sealed file, and in an open one if a whole frame follows it; otherwise it
+    ends the iteration, with the reason in `fault` and the end of what is good in `end`.
     """
 
     def __init__(self, path: Path, *, schema: bytes, run_id: str | None = None) -> None:
@@ -137,11 +141,25 @@ class Scan:
                 frame = f"sequence {frame.sequence} where {self.first + self.count} belongs"
             if isinstance(frame, str):
                 self.fault = frame
+                if self._is_followed(file):
+                    raise self._corrupt(f"{frame}, yet whole frames follow it, so it is no write that a crash tore")
                 return
             self.digest.update(frame.head)
             self.end += FRAME.size + len(frame.payload)
             self.count += 1
             yield frame
+
+    def _is_followed(self, file: BinaryIO) -> bool:
+        """Whether the frame after the one that belongs here is in the rest of the file."""
+        file.seek(self.end)
+        rest = file.read(SEARCHED)
+        wanted = self.first + self.count + 1
+        place = -1
+        while (place := rest.find(struct.pack("<Q", wanted), place + 1)) >= 0:
+            start = self.end + place - SEQUENCE_OFFSET
+            if start > self.end and isinstance(read_frame(file, start, self.size), Frame):
+                return True
+        return False
 
     def _is_footer(self, file: BinaryIO) -> bool:
         if self.size - self.end != FOOTER_SIZE:

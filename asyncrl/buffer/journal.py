@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from asyncrl.buffer import records
-from asyncrl.buffer.frames import new_digest
-from asyncrl.buffer.log import Log
+from asyncrl.buffer.frames import Frame, new_digest
+from asyncrl.buffer.log import Log, Place
 from asyncrl.buffer.records import Record
+from asyncrl.errors import CorruptSegmentError
 
 STEM = "ledger"
 SCHEMA_HASH = new_digest(b"asyncrl ledger 1").digest()
@@ -24,7 +25,7 @@ class Journal:
         )
 
     def recover(self) -> list[Record]:
-        return [records.decode(frame.payload) for _, frame in self._log.recover()] if self._log else []
+        return [_decode(place, frame) for place, frame in self._log.recover()] if self._log else []
 
     def write(self, *entries: Record) -> None:
         if self._log and entries:
@@ -37,3 +38,10 @@ class Journal:
     def close(self) -> None:
         if self._log:
             self._log.seal()
+
+
+def _decode(place: Place, frame: Frame) -> Record:
+    try:
+        return records.decode(frame.payload)
+    except ValueError as error:
+        raise CorruptSegmentError(f"record {place.sequence} of the journal cannot be read: {error}") from None

@@ -112,7 +112,7 @@ class Log:
 
     def _start(self) -> None:
         header = Header(self._schema, self._run_id, self._next).pack()
-        flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC
+        flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(self._path(self._next, OPEN), flags, 0o600)
         self._first, self._end = self._next, 0
         try:
@@ -132,7 +132,7 @@ class Log:
         self.torn_bytes += 0 if scan.sealed else scan.size - scan.end
         if not scan.end:
             return  # not even a header: the next append makes the file anew
-        self._file = os.open(scan.path, os.O_RDWR | os.O_CLOEXEC)
+        self._file = os.open(scan.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._first, self._end, self._digest = scan.first, scan.end, scan.digest
         if scan.sealed:
             self.seal()
@@ -171,7 +171,10 @@ def segment_paths(directory: Path, stem: str) -> list[Path]:
 
 
 def first_sequence(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
+    number = path.stem.rpartition("-")[2]
+    if not (number.isascii() and number.isdecimal()):
+        raise CorruptSegmentError(f"{path} is no file of this log: its name must end with a sequence number")
+    return int(number)
 
 
 def sync_directory(directory: Path) -> None:

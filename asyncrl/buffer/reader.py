@@ -79,7 +79,7 @@ def verify(directory: Path) -> Report:
                         report.records += 1
                     else:
                         _verify_trajectory(frame, slots, report)
-            except (CorruptSegmentError, ValueError, msgspec.DecodeError) as error:
+            except (CorruptSegmentError, ValueError) as error:
                 report.bad.append(str(error))
             report.files += 1
             report.bytes += scan.size

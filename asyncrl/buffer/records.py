@@ -92,4 +92,8 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 def decode(payload: bytes) -> Record:
-    return _decoder.decode(payload)
+    """Read a record back, or raise ValueError with what is wrong with it."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a record: {error}") from None

@@ -51,7 +51,10 @@ def read_history(journal: Journal, log: Log | None, payloads: Payloads, terms: T
     admitted = {record.group: record.version for record in records if isinstance(record, Admitted)}
     stored: dict[int, list[Stored]] = defaultdict(list)
     for place, frame in log.recover() if log else ():
-        sample = check(frame.payload)
+        try:
+            sample = check(frame.payload)
+        except ValueError as error:  # its checksum is right, so whoever wrote it meant it
+            raise CorruptSegmentError(f"trajectory {place.sequence} of the log cannot be read: {error}") from None
         if sample.slot.group not in admitted:
             raise CorruptSegmentError(
                 f"the log holds {sample.slot}, which the journal never leased: its last records are lost, as a power "

@@ -14,7 +14,7 @@ one code path. Synchronous and single-threaded; waiting and the clock belong to 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -147,10 +147,15 @@ class TrajectoryBuffer:
         self._timeline.record(*ended)
         return tuple(drop.group for drop in ended)
 
-    def reissue(self, now: float) -> list[Ticket]:
-        """Lease again whatever is missing, with new deadlines: what was in flight when the last run was killed."""
+    def awaits(self, slot: Slot) -> bool:
+        """Whether a trajectory for it would be stored."""
+        return self._book.status(slot) == "stored"
+
+    def reissue(self, now: float, of: Collection[int] | None = None) -> list[Ticket]:
+        """Lease again, with new deadlines, what is missing of all groups or of some: its process was killed."""
         self._require_live("reissue")
-        groups = [group for group in self._book.waiting if not self._book.complete(group)]
+        among = self._book.waiting if of is None else [group for group in of if group in self._book.waiting]
+        groups = [group for group in among if not self._book.complete(group)]
         self._timeline.record(*(Renewed(group, now + self._terms.group_timeout_s) for group in groups))
         self._timeline.orphaned = False
         return [self._ticket(group) for group in groups]

@@ -14,7 +14,7 @@ from asyncrl.buffer.ledger import Book
 from asyncrl.buffer.payloads import Payloads
 from asyncrl.buffer.records import Admitted, Advanced, Committed, Delivered, Dropped, Record, Stored
 from asyncrl.buffer.recovery import History
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, CorruptSegmentError
 
 Step = TypeVar("Step", Delivered, Committed)
 
@@ -44,7 +44,7 @@ class Timeline:
         """Fold up to the checkpoint after `step` optimizer steps; engines start with that version."""
         self._script, self._stored, self._published = deque(history.records), history.stored, step
         while self._script and self._book.step < step:
-            self._act(self._script.popleft())
+            self._follow()
         if self._book.step < step:
             raise CheckpointError(
                 f"the checkpoint is at step {step}, but the buffer's records end in step {self._book.step}: they do "
@@ -56,9 +56,10 @@ class Timeline:
         """Act on the delivery or commit that the script has next; None when there is no script."""
         if not self._script:
             return None
-        record = self._script.popleft()
-        assert isinstance(record, kind), f"{record} was recorded where the trainer asks for {kind.__name__}"
-        self._act(record)
+        record = self._script[0]
+        if not isinstance(record, kind):
+            raise CorruptSegmentError(f"{record} was recorded where the trainer asks for {kind.__name__}")
+        self._follow()
         self._catch_up()
         return record
 
@@ -71,6 +72,13 @@ class Timeline:
         """The first sequence of the log that a run needs which resumes after `step` optimizer steps."""
         self._first_of_step = {s: first for s, first in self._first_of_step.items() if s >= step}
         return min([self._payloads.first_sequence(self._payloads.groups()), *self._first_of_step.values()])
+
+    def _follow(self) -> None:
+        record = self._script.popleft()
+        try:
+            self._act(record)
+        except KeyError as error:  # its checksum is right, so this is no accident
+            raise CorruptSegmentError(f"{record} does not follow from the records before it") from error
 
     def _act(self, record: Record) -> None:
         """Apply a record to the book, and let go of the payloads whose group it ends."""
@@ -87,7 +95,7 @@ class Timeline:
 
     def _catch_up(self) -> None:
         while self._script and not isinstance(self._script[0], Delivered | Committed):
-            self._act(self._script.popleft())
+            self._follow()
         if not self._script:
             self.orphaned = self._book.num_complete < len(self._book.waiting)
             self.publish(self._published)

@@ -14,12 +14,13 @@ from asyncrl.drafting.bandit import strategies
 from asyncrl.drafting.settings import DrafterSettings, Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter
 from asyncrl.engines.settings import VllmEngine
 from asyncrl.models.config import read_config
+from asyncrl.precision.settings import carrier, vllm_in
 from asyncrl.types import Request
 
 BACKEND = "asyncrl"
 """Name under which worker.py registers our weight transfer."""
 WORKER = "asyncrl.engines.vllm.drafting_worker.DraftingWorker"
-PRECISIONS: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 SEEDS = 2**63
 """vLLM takes seeds of 63 bits."""
 
@@ -31,13 +32,14 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
 
 
 def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
+    settings = vllm_in(settings, precision)
     return AsyncEngineArgs(
         model=str(model),
         trust_remote_code="trust_remote_code" in settings.allow_unsafe,
         load_format="safetensors",  # by itself vLLM takes pickled weights where there are no others
         skip_tokenizer_init=True,  # tokens in, tokens out
         generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
-        dtype=PRECISIONS[precision],
+        dtype=DTYPES[carrier(precision, settings)],
         hf_overrides={"head_dtype": "float32"},  # as the trainer has it (asyncrl/models/head.py)
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_batch,
