@@ -2,16 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from asyncrl.buffer.recovery import Sample
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
 from asyncrl.errors import StallError
-from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Slot, Ticket
+from asyncrl.stalls.activity import Activity
+from asyncrl.stalls.picture import Situation
+from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Segment, Slot, Ticket
 
 T = TypeVar("T")
 BYTES_PER_TOKEN = 12
@@ -31,6 +35,9 @@ class _Batch:
 
 class BufferActor:
     """Every wait has a deadline and says what it waited for. `append` may be retried freely; it is idempotent."""
+
+    IDEMPOTENT = frozenset({"append", "fail", "read", "commit", "advance", "limit", "ledger", "status", "close"})
+    """Not `admit` and `take`: what they gave away in a reply that was lost would be given away again."""
 
     def __init__(
         self, run: Run, directory: Path, restore_step: int | None = None, clock: Callable[[], float] = time.time
@@ -53,6 +60,8 @@ class BufferActor:
         self._clock = clock
         self._changed = asyncio.Condition()
         self._batch = _Batch()
+        self._activity = Activity()
+        self._begun: dict[Slot, tuple[Segment, ...]] = {}
 
     # -- producers -----------------------------------------------------------------------------------------------
 
@@ -78,6 +87,7 @@ class BufferActor:
             if batch is self._batch:
                 self._write()
                 self._changed.notify_all()
+                self._activity.event(f"stored {len(batch.samples)} samples")
         if batch.error:
             raise batch.error
         return batch.receipts[start : start + len(samples)]
@@ -85,6 +95,17 @@ class BufferActor:
     async def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
         """End a slot, and with it its group, for `reason`; `tokens` sampled for it count as waste."""
         return await self._change(lambda: self._store.fail(slot, reason, tokens))
+
+    async def note(self, begun: dict[Slot, tuple[Segment, ...]]) -> None:
+        """Keep what engines have sampled of answers that still run, for another to go on with if one dies."""
+        known = self._begun | begun
+        self._begun = {slot: parts for slot, parts in known.items() if self._store.awaits(slot)}
+
+    async def reassign(self, groups: Collection[int]) -> tuple[list[Ticket], dict[Slot, tuple[Segment, ...]]]:
+        """Tickets for what is missing of groups whose engine has died, and what is known of it."""
+        tickets = await self._change(lambda: self._store.reissue(self._clock(), groups))
+        slots = [Slot(ticket.group, sample) for ticket in tickets for sample in ticket.samples]
+        return tickets, {slot: self._begun[slot] for slot in slots if slot in self._begun}
 
     async def replaying(self) -> bool:
         """Whether a resumed run still repeats recorded deliveries; until it has, no ticket is given."""
@@ -133,6 +154,15 @@ class BufferActor:
 
     async def status(self) -> BufferStatus:
         return self._store.status()
+
+    def situation(self) -> Situation:
+        status = self._store.status()
+        return msgspec.structs.replace(
+            self._activity.situation(),
+            buffer=status,
+            completed=status.step * self._groups_per_step + status.taken + status.complete,
+            dropped=self._store.ledger().dropped,
+        )
 
     async def close(self) -> None:
         self._store.close()

@@ -23,6 +23,8 @@ from asyncrl.drafting.spot import BusyFlag
 from asyncrl.drafting.store import HiddenStates
 from asyncrl.drafting.windows import Window, decode
 from asyncrl.models.checkpoint import load_model
+from asyncrl.stalls.activity import Activity
+from asyncrl.stalls.picture import Situation
 from asyncrl.training.device import training_device
 from asyncrl.types import WeightManifest
 from asyncrl.weights.shared_memory import SharedMemoryWriter
@@ -78,6 +80,7 @@ class DrafterActor:
         self._acceptance: Acceptance | None = None
         self._has_better = resumed  # the head in training is newer than the one that the engines load
         self._training: asyncio.Task[None] | None = None
+        self._activity = Activity()
 
     async def start(self) -> None:
         self._training = asyncio.create_task(self._train(), name="drafter")
@@ -121,6 +124,9 @@ class DrafterActor:
         state = {name: tensor.clone().cpu() for name, tensor in self._learner.state().items()}
         await asyncio.to_thread(_write, deepcopy(self._learner.published), state, self._directory)
 
+    def situation(self) -> Situation:
+        return self._activity.situation()
+
     async def close(self) -> None:
         if self._training is not None:
             self._training.cancel()
@@ -149,6 +155,7 @@ class DrafterActor:
             self._seconds += perf_counter() - began
         if tokens:
             self._learner.step()
+            self._activity.event(f"update {self._learner.updates}")
 
     async def _give_way(self) -> None:
         await asyncio.sleep(0)

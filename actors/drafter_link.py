@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from actors.acknowledged import acknowledged
 from actors.drafter import DrafterActor, DrafterStatus
 from actors.rollout import RolloutActor
+from asyncrl.errors import ActorError
 from asyncrl.types import WeightManifest
 
 LOOK_SECONDS = 0.5
@@ -28,18 +30,25 @@ class DrafterLink:
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._drafter.follow(manifest))
 
-    async def serve(self, published: Callable[[int], None]) -> None:
-        """Bring better heads to the engines, as they come, until cancelled."""
+    async def serve(self, published: Callable[[int], None], lost: Callable[[str], None]) -> None:
+        """Bring better heads to the engines, as they come, until cancelled or until the drafter dies: answers are the
+        same without it, so the run goes on."""
         while True:
-            if (manifest := await self._drafter.offer()) is not None:
-                loading = [rollout.load_drafter(manifest) for rollout in self._rollouts]
-                await acknowledged(manifest, loading, self._timeout_s)
-                published(manifest.version)
-            self.status = await self._drafter.status()
+            try:
+                if (manifest := await self._drafter.offer()) is not None:
+                    loading = [rollout.load_drafter(manifest) for rollout in self._rollouts]
+                    await acknowledged(manifest, loading, self._timeout_s)
+                    published(manifest.version)
+                self.status = await self._drafter.status()
+            except ActorError as error:
+                if error.actor == "drafter":
+                    lost(str(error))
+                    return
             await asyncio.sleep(LOOK_SECONDS)
 
     async def save(self) -> None:
-        await self._drafter.save()
+        with suppress(ActorError):
+            await self._drafter.save()
 
     async def close(self) -> None:
         if self._following is not None:

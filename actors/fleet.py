@@ -1,6 +1,8 @@
 """Who takes part in a run."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from actors.buffer import BufferActor
@@ -9,6 +11,10 @@ from actors.publisher import Publisher
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.trainer import TrainerActor
+from asyncrl.errors import ActorError
+
+CLOSE_SECONDS = 30.0
+"""For one actor to end in good order; vLLM needs several seconds."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +23,15 @@ class Fleet:
 
     buffer: BufferActor
     reward: RewardActor
-    rollouts: Sequence[RolloutActor]
+    engines: Mapping[str, RolloutActor]
     trainer: TrainerActor
     publisher: Publisher
     drafter: DrafterLink | None = None
 
     async def close(self) -> None:
-        """Ask everybody to end; the cluster ends whoever does not."""
-        for rollout in self.rollouts:
-            await rollout.close()
-        await self.reward.close()
-        if self.drafter is not None:
-            await self.drafter.close()
-        await self.trainer.close()
-        await self.buffer.close()
+        """Ask everybody to end but engines that are known to be dead or hung; the cluster ends whoever does not."""
+        drafters = [self.drafter] if self.drafter is not None else []
+        for actor in (*self.publisher.living.values(), self.reward, *drafters, self.trainer, self.buffer):
+            with suppress(ActorError, TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await actor.close()

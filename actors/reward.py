@@ -4,9 +4,13 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+import msgspec
+
 from asyncrl.config import Reward
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
 from asyncrl.rewards.pool import RewardPool, check_function
+from asyncrl.stalls.activity import Activity
+from asyncrl.stalls.picture import Situation
 
 
 class RewardActor:
@@ -16,13 +20,14 @@ class RewardActor:
         self._settings = settings
         self._pool = RewardPool(settings)
         self._told: set[str] = set()
+        self._activity = Activity()
 
     async def start(self) -> None:
         """Raise ConfigError if the function cannot be imported here."""
         await asyncio.to_thread(check_function, self._settings)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        results = await self._pool.score(inputs)
+        results = await self._activity.during(f"scoring {len(inputs)} samples", self._pool.score(inputs))
         for result in results:
             if isinstance(result, RewardFailure):
                 self._tell(result)
@@ -33,6 +38,10 @@ class RewardActor:
         if failure.reason not in self._told:
             self._told.add(failure.reason)
             print(f"{self._settings.function}: {failure.reason}: {failure.message}", file=sys.stderr, flush=True)
+
+    def situation(self) -> Situation:
+        said = self._activity.situation()
+        return msgspec.structs.replace(said, judging=self._pool.judging, queued=self._pool.queued)
 
     async def close(self) -> None:
         await self._pool.close()

@@ -6,24 +6,30 @@ written. Finished answers of the same few milliseconds travel together, so that 
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from actors.buffer import BufferActor
+from actors.outbox import GATHER_SECONDS, Outbox, notice
 from actors.reward import RewardActor
+from actors.trial import Trial
 from asyncrl.config import Run
-from asyncrl.data.arrow import encode
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_engine
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.precision.settings import served_precision
 from asyncrl.rewards.base import RewardFailure, RewardInput
+from asyncrl.stalls.activity import RolloutActivity
+from asyncrl.stalls.picture import Situation
 from asyncrl.types import (
     EngineStats,
     Finish,
+    Probe,
     Prompt,
     Request,
     Sampling,
@@ -34,9 +40,9 @@ from asyncrl.types import (
     WeightAck,
     WeightManifest,
 )
-
-GATHER_SECONDS = 0.05
-"""How long finished answers wait for company before they are scored and appended together."""
+from asyncrl.weights import probe
+from asyncrl.weights.nccl import addressed_to
+from asyncrl.weights.transport import to_file
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -65,32 +71,61 @@ class RolloutActor:
         self._reward = reward
         self._tokenizer: Tokenizer = load_tokenizer(model_path)
         self._engine: Engine = build_engine(run, model_path, name=name)
-        self._outbox: list[tuple[RewardInput, Trajectory]] = []
-        self._flushing: asyncio.Task[None]
+        self._outbox = Outbox(buffer, reward, lambda slot: self._activity.stage(slot, "append"))
+        self._noting: asyncio.Task[None]
         self._aborts: set[asyncio.Task[None]] = set()
+        self._trial = Trial()
+        self._evaluations = count()
+        self._activity = RolloutActivity()
+        self._begun: dict[Slot, tuple[Segment, ...]] = {}
+        """What running answers consist of, up to the last weight update."""
+        self._served: WeightManifest | None = None
+        """Of the version that the engine serves; none before the first."""
 
     async def start(self) -> None:
         await self._engine.start()
 
-    async def generate(self, work: list[tuple[Ticket, Prompt]]) -> None:
-        """Generate the samples of these tickets; returns when each is durable or its end is recorded."""
+    async def generate(
+        self, work: list[tuple[Ticket, Prompt]], begun: Mapping[Slot, tuple[Segment, ...]] | None = None
+    ) -> None:
+        """Generate the samples of these tickets; returns when each is durable or its end is recorded.
+
+        `begun` is what another engine had sampled of some of them before it died; they go on from there.
+        """
         async with asyncio.TaskGroup() as tasks:
             for ticket, prompt in work:
                 tokens = tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout))
                 for sample in ticket.samples:
-                    tasks.create_task(self._sample(Slot(ticket.group, sample), prompt, tokens, ticket.deadline))
+                    slot = Slot(ticket.group, sample)
+                    first = (begun or {}).get(slot, ())
+                    sampling = self._sample(slot, prompt, tokens, first, ticket.deadline)
+                    tasks.create_task(self._activity.follow(slot, sampling))
 
-    async def _sample(self, slot: Slot, prompt: Prompt, tokens: tuple[int, ...], deadline: float) -> None:
+    async def _sample(
+        self, slot: Slot, prompt: Prompt, tokens: tuple[int, ...], begun: tuple[Segment, ...], deadline: float
+    ) -> None:
+        sampled = [token for segment in begun for token in segment.tokens.tolist()]
         request = Request(
             id=f"{slot.group}/{slot.sample}",
-            tokens=tokens,
+            tokens=(*tokens, *sampled),
             sampling=self._sampling(),
             seed=_seed(self._run.seed, "train", slot.group, slot.sample),
+            resumed=len(sampled),
         )
-        try:
-            answer = await self._answer(request, deadline)
-        except EngineError:
-            await self._buffer.fail(slot, "engine_error")
+        with self._trial.running(request.id):
+            try:
+                answer = await self._answer(request, deadline, begun, slot)
+            except EngineError:
+                if self._engine.refusal:
+                    raise  # it is of no use any more: others have to go on with its answers
+                await self._buffer.fail(slot, "engine_error")
+                return
+            finally:
+                self._begun.pop(slot, None)
+            self._activity.stage(slot, "verdict")
+            spoiled = await self._trial.spoiled(request.id)
+        if spoiled:
+            await self._buffer.fail(slot, "unverified", sum(map(len, answer.segments)))
             return
         if answer.finish == "abort":
             await self._buffer.fail(slot, "timeout", sum(map(len, answer.segments)))
@@ -98,19 +133,22 @@ class RolloutActor:
         trajectory = Trajectory(
             slot=slot,
             prompt=prompt.uid,
-            segments=(Segment.given(request.tokens), *answer.segments),
+            segments=(Segment.given(tokens), *answer.segments),
             reward=0.0,
             finish=answer.finish,
             started=answer.started,
             finished=answer.finished,
             engine=self._name,
-            precision=self._run.rollout.precision,
+            precision=served_precision(self._run, self._served),
         )
-        await self._hand_over(self._reward_input(prompt, answer), trajectory)
+        self._activity.stage(slot, "reward")
+        await self._outbox.hand_over(self._reward_input(prompt, answer), trajectory)
 
-    async def _answer(self, request: Request, deadline: float) -> Answer:
+    async def _answer(
+        self, request: Request, deadline: float, begun: tuple[Segment, ...] = (), slot: Slot | None = None
+    ) -> Answer:
         """Run one request to its end; past the deadline it is aborted, and what came so far is returned."""
-        segments: list[Segment] = []
+        segments = list(begun)
         finish: Finish = "abort"
         started = time.time()
         alarm = asyncio.get_running_loop().call_later(max(0.0, deadline - started), self._abort, request.id)
@@ -118,6 +156,8 @@ class RolloutActor:
             async for delta in self._engine.submit(request):
                 if len(delta.segment):
                     segments.append(delta.segment)
+                    if slot is not None:
+                        self._begun[slot] = tuple(segments)
                 finish = delta.finish or finish
         finally:
             alarm.cancel()
@@ -142,52 +182,81 @@ class RolloutActor:
         tokens = [token for segment in answer.segments for token in segment.tokens.tolist()]
         return RewardInput(prompt=prompt.text, completion=self._tokenizer.decode(tokens), answer=prompt.answer)
 
-    async def _hand_over(self, judged: RewardInput, trajectory: Trajectory) -> None:
-        """Join the next batch; its failure is that of every answer in it."""
-        if not self._outbox:
-            self._flushing = asyncio.create_task(self._flush_soon())
-            self._flushing.add_done_callback(_notice)
-        self._outbox.append((judged, trajectory))
-        await asyncio.shield(self._flushing)
-
-    async def _flush_soon(self) -> None:
-        await asyncio.sleep(GATHER_SECONDS)
-        batch, self._outbox = self._outbox, []
-        await self._flush(batch)
-
-    async def _flush(self, batch: Sequence[tuple[RewardInput, Trajectory]]) -> None:
-        results = await self._reward.score([judged for judged, _ in batch])
-        payloads: list[bytes] = []
-        for result, (_, trajectory) in zip(results, batch, strict=True):
-            if isinstance(result, RewardFailure):
-                await self._buffer.fail(trajectory.slot, result.reason, trajectory.sampled_tokens)
-            else:
-                payloads.append(encode(msgspec.structs.replace(trajectory, reward=result)))
-        if payloads:
-            await self._buffer.append(payloads)
-
     async def evaluate(self, prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
         """Answer held-out prompts beside the training work; nothing of it enters the buffer."""
         deadline = time.time() + self._run.flow.stall_timeout_s
+        evaluation = next(self._evaluations)
         requests = [
             Request(
-                id=f"eval/{seed}/{greedy}/{number}",
+                id=f"eval/{evaluation}/{number}",
                 tokens=tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout)),
                 sampling=self._sampling(greedy=greedy),
                 seed=_seed(seed, "held_out", number),
             )
             for number, prompt in enumerate(prompts)
         ]
-        answers = await asyncio.gather(*(self._answer(request, deadline) for request in requests))
+        answers = await asyncio.gather(*(self._activity.evaluation(self._answer(r, deadline)) for r in requests))
         inputs = [self._reward_input(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        results = await self._reward.score(inputs)
+        results = await self._activity.during(
+            "the rewards of held-out answers", self._reward.score(inputs), on="reward"
+        )
         return [
             Judged(0.0 if isinstance(result, RewardFailure) else result, sum(map(len, answer.segments)))
             for result, answer in zip(results, answers, strict=True)
         ]
 
     async def load_weights(self, manifest: WeightManifest) -> WeightAck:
-        return await self._engine.load_weights(manifest, self._run.rollout.on_update)
+        """Serve the version if it arrives whole and computes what the trainer does; else the one before."""
+        manifest = addressed_to(manifest, self._name)
+        async with self._trial.on_trial():
+            loading = self._engine.load_weights(manifest, self._run.rollout.on_update)
+            ack = await self._activity.during(f"loading version {manifest.version}", loading)
+            gap = None if manifest.probe is None else await self._probe(manifest.probe, manifest.version)
+            if manifest.probe is not None and gap is not None and not gap <= manifest.probe.tolerance:
+                await self._go_back()
+                raise WeightSyncError(
+                    f"engine {self._name} does not compute what the trainer does under version {manifest.version}: "
+                    f"log-probabilities after fixed prompts differ by {gap:.3g}, allowed are "
+                    f"{manifest.probe.tolerance:g}; {self._kept()}"
+                )
+        self._served = manifest
+        self._note()
+        return msgspec.structs.replace(ack, probe_gap=gap)
+
+    def _note(self) -> None:
+        """Tell the buffer of the running answers, in case that this process dies; nobody waits for it."""
+        if self._run.recovery.max_restarts:
+            self._noting = asyncio.create_task(self._note_soon())
+            self._noting.add_done_callback(notice)
+
+    async def _note_soon(self) -> None:
+        await asyncio.sleep(GATHER_SECONDS)  # what the update cut off is still on its way to its readers
+        if self._begun:
+            await self._buffer.note(dict(self._begun))
+
+    async def _probe(self, wanted: Probe, version: int) -> float:
+        deadline = time.time() + self._run.weights.deadline_s
+        answers = await asyncio.gather(*(self._answer(r, deadline) for r in probe.requests(wanted, version)))
+        return probe.gap(wanted, [float(s.logprobs[0]) for answer in answers for s in answer.segments])
+
+    async def _go_back(self) -> None:
+        """Throw away what the bad version may have touched, and serve the one before, if it was published."""
+        for request in self._trial.reject():
+            await self._engine.abort(request)
+        self._begun.clear()  # nobody may go on from what the bad version sampled
+        if self._served is not None:
+            await self._engine.load_weights(self._served, "recompute")
+
+    def _kept(self) -> str:
+        if self._served is None:
+            return "no version before it was published, so start the engine again"
+        return f"version {self._served.version} is served again"
+
+    async def hand_on(self, folder: Path) -> WeightManifest:
+        """What this engine serves, as a file for a replica that joins late."""
+        if self._served is None:
+            raise WeightSyncError(f"engine {self._name} has been given no version yet; ask the trainer")
+        return to_file(self._served, folder)
 
     async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
         return await self._engine.load_drafter(manifest)
@@ -195,14 +264,11 @@ class RolloutActor:
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    def situation(self) -> Situation:
+        return self._activity.rollout_situation(self._engine.stats())
+
     async def close(self) -> None:
         await self._engine.close()
-
-
-def _notice(task: asyncio.Task[None]) -> None:
-    """Look at a failure even if everyone who waited for it was cancelled by another one, which then is reported."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _seed(*parts: int | str) -> int:

@@ -1,4 +1,4 @@
-"""Runs plain classes as actors. The only file, with pipelines/placement.py, that knows Ray.
+"""Runs plain classes as actors. The only file, with actors/asking.py and pipelines/placement.py, that knows Ray.
 
 A class is written once, with async methods; `InProcess` builds it here, `OnRay` builds it in a process of its own and
 returns a proxy with the same awaitable methods, so a pipeline cannot tell them apart and pyright checks both alike.
@@ -6,7 +6,6 @@ returns a proxy with the same awaitable methods, so a pipeline cannot tell them 
 
 import logging
 import os
-import secrets
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from math import ceil
@@ -15,13 +14,17 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 
-from asyncrl import one_tree
+from actors import auth
+from asyncrl import floors, one_tree
 from asyncrl.errors import ActorError, AsyncRLError, ConfigError
+from asyncrl.rundir import OWNER_ONLY
 
 P = ParamSpec("P")
 T = TypeVar("T")
 ACTOR_CONCURRENCY = 100_000
 """Calls one actor may have under way: each is a coroutine, and most of them only wait."""
+ASIDE = "aside"
+"""A thread of each actor's process that answers while its event loop computes or hangs."""
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +34,10 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     gpus: float = 0.0
     idle_priority: bool = False
     """In a process of its own it gets only the time that nobody else wants."""
+    restarts: int = 0
+    """How often its process is made anew after it has died, with the state that it began with; -1: always."""
+    repeatable: bool = False
+    """Calls that were under way when it died are made again: right only for an actor without state."""
 
 
 class Spawner(Protocol):
@@ -39,6 +46,10 @@ class Spawner(Protocol):
     async def spawn(
         self, name: str, resources: Resources, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
+
+    def clear(self) -> None:
+        """End every actor that is left."""
+        ...
 
 
 class InProcess:
@@ -49,33 +60,83 @@ class InProcess:
     ) -> T:
         return cls(*args, **kwargs)
 
+    def clear(self) -> None: ...
+
 
 class OnRay:
-    """Every actor is a Ray actor. Nothing is retried by Ray: a retried call is applied twice when a reply is lost."""
+    """Every actor is a Ray actor. Ray retries only what is repeatable: a retried call is applied twice when a reply is
+    lost."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._cleared = 0
 
     async def spawn(
         self, name: str, resources: Resources, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         import ray
 
-        remote = ray.remote(cls).options(
-            name=name,
+        remote = cast(Any, ray.remote)(concurrency_groups={ASIDE: 1})(cls).options(
+            name=f"{name}-{self._cleared}" if self._cleared else name,  # Ray frees a dead actor's name some time later
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             max_concurrency=ACTOR_CONCURRENCY,
-            max_restarts=0,
-            max_task_retries=0,
+            max_restarts=resources.restarts,
+            max_task_retries=-1 if resources.repeatable else 0,
         )
         handle: Any = remote.remote(*args, **kwargs)
-        # Ray puts the driver's directory on the worker's path, where a foreign `actors/` folder would win.
-        await handle.__ray_call__.remote(_check_one_tree)
+        self._handles.append(handle)
+        await handle.__ray_call__.remote(_settle)
         if resources.idle_priority:
             await handle.__ray_call__.remote(_lower_priority)
-        return cast(T, _Proxy(name, handle))
+        return cast(T, _Proxy(name, handle, getattr(cls, "IDEMPOTENT", frozenset())))
+
+    def clear(self) -> None:
+        import ray
+
+        for handle in self._handles:
+            ray.kill(handle)
+        self._handles.clear()
+        self._cleared += 1
 
 
-def _check_one_tree(_: object) -> None:
+class StandIn:
+    """Stands for an actor and adds something to its calls."""
+
+    def __init__(self, actor: object) -> None:
+        self.stands_for = actor
+
+
+def itself(actor: object) -> object:
+    """The actor behind a stand-in, or the one that has none: what other actors are given."""
+    return actor.stands_for if isinstance(actor, StandIn) else actor
+
+
+async def settle(actor: object) -> None:
+    """To be called when the process of an actor was made anew."""
+    if isinstance(proxy := itself(actor), _Proxy):
+        await proxy.settle()
+
+
+def end_process(actor: object) -> bool:
+    """End the process of an actor that has become useless, for another to be made; False where it has none."""
+    if not isinstance(proxy := itself(actor), _Proxy):
+        return False
+    proxy.end_process()
+    return True
+
+
+def handle_of(actor: object) -> Any:
+    """Ray's handle of an actor that has a process of its own, else None."""
+    return proxy.handle() if isinstance(proxy := itself(actor), _Proxy) else None
+
+
+def _settle(_: object) -> None:
+    """What the driver's process has done for itself. Ray puts the driver's directory on the worker's path, where a
+    foreign `actors/` folder would win; and the worker may be on another machine."""
     one_tree.check()
+    floors.check()
+    os.umask(OWNER_ONLY)
 
 
 def _lower_priority(_: object) -> None:
@@ -91,31 +152,51 @@ def _lower_priority(_: object) -> None:
 class _Proxy:
     """Stands for an actor in another process; travels to other actors as a plain handle."""
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any, idempotent: frozenset[str]) -> None:
+        """`idempotent` methods are called again when a reply is lost; they may have been served."""
         self._name = name
         self._handle = handle
+        self._idempotent = idempotent
 
-    def __reduce__(self) -> tuple[type["_Proxy"], tuple[str, Any]]:
-        return _Proxy, (self._name, self._handle)
+    def __reduce__(self) -> tuple[type["_Proxy"], tuple[str, Any, frozenset[str]]]:
+        return _Proxy, (self._name, self._handle, self._idempotent)
+
+    def end_process(self) -> None:
+        import ray
+
+        ray.kill(self._handle, no_restart=False)
+
+    def handle(self) -> Any:
+        return self._handle
+
+    async def settle(self) -> None:
+        await self._call(self._handle.__ray_call__, "start", _settle)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
-        from ray import exceptions
-
         remote = getattr(self._handle, method)
+        if method in self._idempotent:
+            remote = remote.options(max_task_retries=-1)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return await remote.remote(*args, **kwargs)
-            except exceptions.RayTaskError as error:
-                if isinstance(error.cause, AsyncRLError):
-                    raise error.cause from None  # our own errors say it all; others keep the remote traceback
-                raise
-            except exceptions.RayActorError as error:
-                raise ActorError(f"actor {self._name} died during {method}: {error}") from None
+            return await self._call(remote, method, *args, **kwargs)
 
         return call
+
+    async def _call(self, remote: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        from ray import exceptions
+
+        try:
+            return await remote.remote(*args, **kwargs)
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, AsyncRLError):
+                raise error.cause from None  # our own errors say it all; others keep the remote traceback
+            raise
+        except exceptions.RayActorError as error:
+            died = ActorError(f"actor {self._name} died during {method}: {error}")
+            died.actor, died.returns = self._name, isinstance(error, exceptions.ActorUnavailableError)
+            raise died from None
 
 
 @contextmanager
@@ -125,21 +206,50 @@ def cluster(address: str, *, cpus: float) -> Generator[Spawner, None, None]:
         yield InProcess()
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a notice about GPU visibility
-    if address == "local":
-        # The token travels in the environment of our own processes: never in a file, an argument or a log.
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        os.environ.setdefault("RAY_worker_niceness", "0")  # on a machine of our own the actors are the work
-    import ray  # not earlier: it reads its environment once
+    with _own(cpus) if address == "local" else _existing(address):
+        yield OnRay()
 
-    if address == "local":
-        ray.init(num_cpus=max(ceil(cpus), os.cpu_count() or 1), include_dashboard=False, logging_level=logging.ERROR)
-    else:
+
+@contextmanager
+def _own(cpus: float) -> Generator[None, None, None]:
+    os.environ.setdefault("RAY_worker_niceness", "0")  # on a machine of our own the actors are the work
+    with auth.own_ray() as directory:
+        import ray  # not earlier: it reads its environment once
+
+        processors = max(ceil(cpus), os.cpu_count() or 1)
+        ray.init(num_cpus=processors, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=str(directory))
         try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _existing(address: str) -> Generator[None, None, None]:
+    with auth.existing_ray(address):
+        import ray
+
+        try:
+            _knock(address)
             ray.init(address=address, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise ConfigError(f"cluster={address}: no Ray answers there ({error}); use cluster=local") from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Ask whether we are let in. `ray.init` would try for 20 s and then blame the network."""
+    from ray import _raylet, exceptions
+    from ray._private import services
+
+    place = services.canonicalize_bootstrap_address(address)
+    if place is None or "//" in place:  # nothing was found, as Ray will say; or a Ray Client, which is another door
+        return
+    auth.check_reachable(address, place)
     try:
-        yield OnRay()
-    finally:
-        ray.shutdown()
+        cast(Any, _raylet).GcsClient(address=place)
+    except exceptions.AuthenticationError:
+        raise auth.refused(address) from None

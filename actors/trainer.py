@@ -11,20 +11,27 @@ import torch
 
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
+from actors.outbox import notice
 from asyncrl.config import Run
 from asyncrl.data.arrow import decode
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.spot import BusyFlag
 from asyncrl.drafting.windows import encode
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.precision.publication import Fp8Publication
+from asyncrl.precision.settings import carrier
+from asyncrl.stalls.activity import Activity
+from asyncrl.stalls.picture import Situation
 from asyncrl.training import checkpoint
 from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.learner import Learner
+from asyncrl.training.probe import likeliest
 from asyncrl.training.report import StepReport
 from asyncrl.training.sentinel import Watch
-from asyncrl.types import Delivery, Group, Trajectory, WeightManifest
-from asyncrl.weights.transport import make_writer
+from asyncrl.types import Delivery, Group, Probe, SendOrder, Trajectory, WeightManifest
+from asyncrl.weights import probe
+from asyncrl.weights.transport import Writer, make_writer
 
 
 class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,15 +67,31 @@ class TrainerActor:
         self._buffer = buffer
         self._learner = Learner(model_path, run)
         self._watch = Watch(run.sentinel)
-        same_card = self._learner.device.type == "cuda" and isinstance(run.engine, VllmEngine)
-        self._writer = make_writer(self._served_tensors, on_gpu=same_card, prefix=run.name)
+        self._fp8 = Fp8Publication(run, self._learner.model_config)
+        self._writer = self._make_writer()
         self._consumed: list[int] = []
         self._samples_trained = 0
         self._drafter = drafter
         self._busy = BusyFlag(busy) if busy is not None else None
         self._sending: asyncio.Task[None] | None = None
+        self._activity = Activity()
         if drafter is not None:
             self._learner.hidden = self._hidden_tap()
+
+    def _make_writer(self) -> Writer:
+        weights = self._run.weights
+        engine = self._run.engine
+        on_gpu = isinstance(engine, VllmEngine) or (isinstance(engine, NativeEngine) and engine.device != "cpu")
+        same_card = self._learner.device.type == "cuda" and on_gpu
+        best = "cuda_ipc" if same_card else "shared_memory"
+        return make_writer(
+            self._served_tensors,
+            best if weights.transport == "auto" else weights.transport,
+            prefix=self._run.name,
+            folder=self._checkpoints.parent / "weights",
+            deadline_s=weights.deadline_s,
+            delta=weights.delta,
+        )
 
     def _hidden_tap(self) -> HiddenTap:
         drafter = self._run.drafter
@@ -87,11 +110,12 @@ class TrainerActor:
         windows = self._learner.hidden.drain()
         if windows and (self._sending is None or self._sending.done()):
             self._sending = asyncio.create_task(self._drafter.collect(encode(windows)))
+            self._sending.add_done_callback(notice)  # a dead drafter is the run's business
 
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""
-        dtype = torch.bfloat16 if self._run.rollout.precision == "bf16" else torch.float32
-        return ((name, tensor.to(dtype)) for name, tensor in self._learner.tensors())
+        narrow = carrier(self._run.rollout.precision, self._run.engine) == "bf16"
+        return self._learner.served_tensors(torch.bfloat16 if narrow else torch.float32)
 
     async def restore(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of optimizer steps it holds."""
@@ -101,12 +125,15 @@ class TrainerActor:
         return manifest.step
 
     async def accumulate(self, delivery: Delivery) -> Accumulated:
-        groups = _groups(await self._buffer.read(delivery))
+        reading = self._buffer.read(delivery)
+        payloads = await self._activity.during(f"reading groups for step {delivery.step}", reading, on="buffer")
+        groups = _groups(payloads)
         started, begun = time.time(), time.perf_counter()
         await asyncio.sleep(0)
-        with self._at_work():
+        with self._at_work(), self._activity.doing(f"forward and backward for step {delivery.step}"):
             self._learner.accumulate(groups)
         self._send_hidden()
+        self._fp8.see(groups)
         self._consumed.extend(delivery.groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         return Accumulated(
@@ -123,16 +150,24 @@ class TrainerActor:
         return max(wave, default=0.0)
 
     async def step(self) -> StepReport:
-        with self._at_work():
+        with self._at_work(), self._activity.doing(f"the update after version {self._learner.version}"):
             report = self._learner.step()
         self._send_hidden()
-        self._watch.check(report)
+        report = self._watch.check(report)
         self._samples_trained += report.samples
         return report
 
-    async def export_weights(self) -> WeightManifest:
-        """Put the current weights where engines can read them."""
-        return self._writer.publish(self._learner.version)
+    async def export_weights(self, order: SendOrder) -> WeightManifest:
+        """Put the current weights where the order's members can get them, with what to probe them by."""
+        with self._activity.doing(f"putting version {self._learner.version} out"):
+            manifest = self._writer.publish(self._learner.version, order)
+        if not self._watch.fell_back:
+            manifest = msgspec.structs.replace(manifest, fp8=self._fp8.of(self._learner.model))
+        if not probe.wanted(self._run):
+            return manifest
+        prompts = probe.prompts(self._learner.model_config.vocabulary)
+        found = likeliest(self._learner.model, self._run.trainer, prompts)
+        return msgspec.structs.replace(manifest, probe=Probe(prompts, found, probe.tolerance(self._run)))
 
     async def save(self) -> Path:
         manifest = checkpoint.TrainingManifest(
@@ -143,6 +178,9 @@ class TrainerActor:
         return checkpoint.save(
             self._learner, self._checkpoints, manifest, model_path=self._model_path, keep=self._run.checkpoint.keep
         )
+
+    def situation(self) -> Situation:
+        return self._activity.situation()
 
     async def close(self) -> None:
         self._writer.close()

@@ -14,9 +14,10 @@ from asyncrl.drafting.settings import DrafterSettings, NoDrafter
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.errors import ConfigError
 from asyncrl.flow.settings import FixedStaleness, StalenessControl
+from asyncrl.precision.settings import RolloutPrecision, check_precision
 from asyncrl.refusals import explain, unknown_keys
 from asyncrl.settings import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
-from asyncrl.tasks.settings import ChainsTask, ReasoningGymTask, TaskSettings
+from asyncrl.tasks.settings import ChainsTask, ReasoningGymTask, TaskSettings, check_judge
 
 
 class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
@@ -50,9 +51,11 @@ class Reward(Settings, frozen=True):
     """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer)."""
     timeout_s: AboveZero = 5.0
     workers: Positive = 1
+    allow_unsafe_exec: bool = False
+    """Where programs cannot be contained, run the model's code all the same, as you and with all that you can do."""
 
 
-class Rollout(Settings, frozen=True):
+class Rollout(RolloutPrecision, frozen=True):
     """How answers are generated."""
 
     replicas: Positive = 1
@@ -63,7 +66,6 @@ class Rollout(Settings, frozen=True):
     top_k: Natural = 0
     on_update: Literal["keep", "recompute"] = "keep"
     """Running answers at a weight update: keep their old keys and values, or prefill them again."""
-    precision: Literal["fp32", "bf16", "fp8", "fp8_kv", "fp8_full"] = "fp32"
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
@@ -95,6 +97,11 @@ class Trainer(Settings, frozen=True):
     """Tokens of one forward and backward."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
+    checkpoint_activations: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward and compute the rest again: a third more work, a fraction of the
+    memory. `auto` does it on a GPU whose share for the trainer would not hold everything."""
+    logits_bytes: Positive = 1 << 30
+    """Largest block of fp32 logits at a time; those of more tokens are made in chunks, and again in the backward."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the first GPU where there is one."""
     threads: Positive = 1
@@ -105,6 +112,8 @@ class Sentinel(Settings, frozen=True):
 
     max_kl: NonNegative = 0.5
     """Largest |mismatch_kl| of a step; 0 turns it off."""
+    on_fp8: Literal["stop", "fall_back"] = "stop"
+    """At that KL with answers sampled in FP8: end the run, or go on without FP8."""
     max_skipped: Positive = 3
     """Steps in a row whose loss or gradient is not finite."""
 
@@ -117,6 +126,31 @@ class Buffer(Settings, frozen=True):
     max_bytes: Positive = 1 << 30
     """Bytes of trajectories admitted but not yet consumed; admission waits above it."""
     segment_bytes: Positive = 64 << 20
+
+
+class Weights(Settings, frozen=True):
+    """How new weights reach the engines, and what proves that they did."""
+
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "file"] = "auto"
+    """`auto` is CUDA IPC where trainer and engine share a GPU, else shared memory. `nccl` broadcasts between GPUs;
+    `file` needs a disk that all hosts see under the run's directory."""
+    deadline_s: AboveZero = 120.0
+    """A version that an engine has not loaded, and shown to compute right, after this is sent once more, then the run
+    stops."""
+    probe: bool = True
+    """Compare log-probabilities after fixed prompts, between trainer and engine, before a version counts."""
+    delta: bool = False
+    """Send only the elements that changed, where that is less; for `nccl` and `file`."""
+
+
+class Recovery(Settings, frozen=True):
+    """What happens when a process dies."""
+
+    max_restarts: Natural = 3
+    """How often one engine is started again while the others go on, and how often the run starts again from its last
+    checkpoint when the trainer or the buffer dies; 0: the run stops, to be resumed by hand."""
+    timeout_s: AboveZero = 600.0
+    """For an engine to come back."""
 
 
 class Checkpoints(Settings, frozen=True):
@@ -162,6 +196,8 @@ class Run(Settings, frozen=True):
     flow: Flow = Flow()
     trainer: Trainer = Trainer()
     sentinel: Sentinel = Sentinel()
+    weights: Weights = Weights()
+    recovery: Recovery = Recovery()
     buffer: Buffer = Buffer()
     checkpoint: Checkpoints = Checkpoints()
     evaluation: Evaluation = Evaluation()
@@ -206,20 +242,14 @@ def check(run: Run) -> None:
             "algorithm.kl.placement=loss, or algorithm=ppo or reinforce_pp"
         )
     _check_normalized_weights(run)
-    if run.rollout.precision.startswith("fp8"):
-        raise ConfigError(
-            f"rollout.precision={run.rollout.precision} is not available yet; use rollout.precision=fp32 or bf16"
-        )
+    check_precision(run)
     _check_drafter(run)
+    _check_weights(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     if isinstance(run.task, ReasoningGymTask) and run.task.examples and not run.rollout.chat:
         raise ConfigError(f"task.examples={run.task.examples} are turns of a chat: set rollout.chat=true")
-    if isinstance(run.task, ReasoningGymTask) and run.reward.function.startswith("asyncrl.tasks.chains:"):
-        raise ConfigError(
-            f"reward.function={run.reward.function} cannot judge task=reasoning_gym; set reward.function="
-            "asyncrl.tasks.reasoning_gym:graded_reward"
-        )
+    check_judge(run.task, run.reward.function, run.reward.timeout_s)
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
 
@@ -246,3 +276,23 @@ def _check_drafter(run: Run) -> None:
     trees = [strategy for strategy in (run.drafter.strategy, *run.drafter.adaptive.strategies) if strategy.is_tree]
     if trees and isinstance(run.engine, VllmEngine):
         raise ConfigError(f"drafter.top_k={trees[0].top_k} drafts trees, which vLLM cannot check; use drafter.top_k=1")
+
+
+def _check_weights(run: Run) -> None:
+    weights = run.weights
+    if weights.delta and weights.transport not in ("nccl", "file"):
+        raise ConfigError(
+            f"weights.delta=true saves bytes that are sent, but with weights.transport={weights.transport} engines "
+            "read the trainer's own memory; use weights.delta=false, or weights.transport=nccl or file"
+        )
+    if weights.transport not in ("cuda_ipc", "nccl"):
+        return
+    if run.trainer.device == "cpu" or (isinstance(run.engine, NativeEngine) and run.engine.device == "cpu"):
+        raise ConfigError(
+            f"weights.transport={weights.transport} is for trainer and engine on GPUs; use weights.transport=auto"
+        )
+    if weights.transport == "nccl" and isinstance(run.engine, VllmEngine) and run.engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"weights.transport=nccl reaches one GPU of each engine, and engine.tensor_parallel="
+            f"{run.engine.tensor_parallel}; use weights.transport=auto or file"
+        )

@@ -1,8 +1,13 @@
 """One exception tree. Each class also is the standard type it refines, and pickles, so it can cross actors."""
 
+from typing import ClassVar
+
 
 class AsyncRLError(Exception):
     """Base of every error this project raises on purpose."""
+
+    exit_code: ClassVar[int] = 2
+    """Of the command that it ends; docs/troubleshooting.md has the table."""
 
 
 class ConfigError(AsyncRLError, ValueError):
@@ -13,6 +18,10 @@ class MissingDependencyError(AsyncRLError, ImportError):
     """An optional package is not installed; the message holds the command that installs it."""
 
 
+class SandboxError(AsyncRLError, RuntimeError):
+    """Model-written code cannot be contained here; the message says why and what to do."""
+
+
 class CheckpointError(AsyncRLError, ValueError):
     """A model or training checkpoint cannot be used as asked."""
 
@@ -20,26 +29,51 @@ class CheckpointError(AsyncRLError, ValueError):
 class CorruptSegmentError(AsyncRLError, OSError):
     """A sealed buffer segment failed its checksum; the message names file and offset."""
 
+    exit_code = 6
+
 
 class StorageError(AsyncRLError, OSError):
     """The disk refused a write; what was acknowledged before is safe."""
+
+    exit_code = 6
 
 
 class WeightSyncError(AsyncRLError, RuntimeError):
     """An engine did not acknowledge the digest that was published."""
 
+    exit_code = 5
+
 
 class EngineError(AsyncRLError, RuntimeError):
     """An engine refused or lost a request."""
+
+    exit_code = 4
 
 
 class ActorError(AsyncRLError, RuntimeError):
     """An actor died; the message names it and the call that was under way."""
 
+    exit_code = 4
+
+    actor: str = ""
+    """Its role, such as `rollout-0`."""
+    returns: bool = False
+    """Whether its process is being made anew."""
+
 
 class StallError(AsyncRLError, TimeoutError):
     """A wait passed its deadline; the message says what it waited for."""
 
+    exit_code = 3
+
+
+class EndOfDataError(AsyncRLError, LookupError):
+    """The prompts are used up before the run has all its steps."""
+
+    exit_code = 8
+
 
 class DivergenceError(AsyncRLError, ArithmeticError):
     """Learning has gone wrong past its bounds; the message holds the diagnosis."""
+
+    exit_code = 7

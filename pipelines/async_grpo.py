@@ -15,8 +15,6 @@ A resumed run first replays the recorded deliveries, then generation begins.
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Sequence
 
 from actors.fleet import Fleet
 from actors.publisher import Published
@@ -25,9 +23,10 @@ from asyncrl.config import Run
 from asyncrl.flow.controller import Decision, StalenessController
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
-from asyncrl.types import Ticket
 from pipelines.evaluate import evaluate
 from pipelines.recorder import Recorder
+from pipelines.replicas import Replicas
+from pipelines.watchdog import backstop
 
 
 class AsyncGrpo:
@@ -44,25 +43,29 @@ class AsyncGrpo:
             self._controller.observe(row)
         self._served = first_step
         self._may_generate = asyncio.Event()
-        self._load = Counter[int]()
+        self._one_version = asyncio.Lock()
+        self._replicas = Replicas(run, fleet, task, recorder, self._publish)
         self._publishing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         if self._first_step:
-            await self._fleet.publisher.publish()
+            await self._publish()
         else:
             await self._evaluate(0)
         self._recorder.begin()
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._generate())]
+            beside = [tasks.create_task(self._generate()), tasks.create_task(self._replicas.watch())]
             if self._fleet.drafter is not None:
-                beside.append(tasks.create_task(self._fleet.drafter.serve(self._recorder.drafter)))
+                beside.append(
+                    tasks.create_task(self._fleet.drafter.serve(self._recorder.drafter, self._recorder.drafter_lost))
+                )
             for step in range(self._first_step, self._run.steps):
                 await self._train_step(step, tasks)
                 await self._after_step(step + 1)
             await self._published()
             for task in beside:
                 task.cancel()
+            await self._replicas.close()
         self._recorder.end()
         await self._evaluate(self._run.steps)
 
@@ -73,24 +76,8 @@ class AsyncGrpo:
         async with asyncio.TaskGroup() as work:
             tickets = await buffer.reissue()
             while True:
-                for index, share in self._shares(tickets).items():
-                    work.create_task(self._rollout(index, share))
+                await self._replicas.share(tickets, work)
                 tickets = await buffer.admit(timeout_s=self._run.flow.stall_timeout_s)
-
-    def _shares(self, tickets: Sequence[Ticket]) -> dict[int, list[Ticket]]:
-        """Each ticket to the engine with the least left to do."""
-        shares: dict[int, list[Ticket]] = {}
-        for ticket in tickets:
-            index = min(range(len(self._fleet.rollouts)), key=lambda i: self._load[i])
-            self._load[index] += len(ticket.samples)
-            shares.setdefault(index, []).append(ticket)
-        return shares
-
-    async def _rollout(self, index: int, tickets: list[Ticket]) -> None:
-        await self._fleet.rollouts[index].generate(
-            [(ticket, self._task.prompt("train", ticket.group)) for ticket in tickets]
-        )
-        self._load[index] -= sum(len(ticket.samples) for ticket in tickets)
 
     async def _train_step(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Forward and backward on complete groups while the rest is generated; one update when the quota is in."""
@@ -103,7 +90,7 @@ class AsyncGrpo:
             delivery = await fleet.buffer.take(
                 min_groups=flow.groups_per_take,
                 max_groups=flow.groups_per_step - taken,
-                timeout_s=flow.stall_timeout_s,
+                timeout_s=backstop(self._run),
             )
             waited += time.time() - begun
             self._recorder.span("wait_batch", begun, step=step, groups=len(delivery.groups))
@@ -142,12 +129,13 @@ class AsyncGrpo:
 
     async def _publish(self) -> Published:
         """Bring the trainer's version to every engine; places for new groups return with it."""
-        begun = time.time()
-        published = await self._fleet.publisher.publish()
-        await self._fleet.buffer.advance(published.version)
-        self._served = published.version
-        self._recorder.span("publish", begun, version=published.version)
-        return published
+        async with self._one_version:
+            begun = time.time()
+            published = await self._replicas.publish()
+            await self._fleet.buffer.advance(published.version)
+            self._served = published.version
+            self._recorder.span("publish", begun, version=published.version)
+            return published
 
     async def _published(self) -> None:
         """Wait until the last publication is over: engines get every one, one after the other."""
@@ -174,6 +162,6 @@ class AsyncGrpo:
 
     async def _evaluate(self, steps_done: int) -> None:
         begun = time.time()
-        scores = await evaluate(self._run, self._fleet.rollouts, self._task)
+        scores = await self._replicas.repeat(lambda engines: evaluate(self._run, engines, self._task))
         if scores is not None:
             self._recorder.evaluation(steps_done, begun, scores)

@@ -2,7 +2,9 @@
 
 import io
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +16,9 @@ from actors.fleet import Fleet
 from actors.publisher import Published
 from actors.trainer import Accumulated
 from asyncrl.config import Run
+from asyncrl.data.tables import read_table
 from asyncrl.drafting.gain import Notice, net_gain
+from asyncrl.errors import ActorError
 from asyncrl.flow.controller import Decision
 from asyncrl.rundir import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
@@ -44,6 +48,8 @@ class Recorder:
         self._drafting = Notice()
         self._loop_started = 0.0
         self._earlier_seconds = self.rows[-1]["loop_seconds"] if self.rows else 0.0
+        self._generated = Counter[str]()
+        """Tokens of each engine since it was started."""
         self._generated_before = self.rows[-1]["generated_tokens"] if self.rows else 0
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -76,7 +82,7 @@ class Recorder:
         fleet: Fleet,
     ) -> None:
         """Take down one step, published or not; the buffer and the engines are asked for their state once."""
-        stats = [await rollout.stats() for rollout in fleet.rollouts]
+        stats = await self._stats(fleet)
         ledger = await fleet.buffer.ledger()
         rewards = [reward for part in done for reward in part.rewards]
         staleness = [age for part in done for age in part.staleness]
@@ -104,7 +110,7 @@ class Recorder:
             "publish_every": pace.publish_every,
             "sync_seconds": published.seconds if published else 0.0,
             "reprefilled_tokens": published.reprefilled_tokens if published else 0,
-            "generated_tokens": self._generated_before + sum(s.generated_tokens for s in stats),
+            "generated_tokens": self._generated_before + self._generated.total(),
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
             **_drafting(stats),
@@ -121,6 +127,17 @@ class Recorder:
         self._tell_drafting(stats)
         if time.time() - self._written > METRICS_SECONDS:
             self.write_metrics()
+
+    async def _stats(self, fleet: Fleet) -> list[EngineStats]:
+        """Of the engines that answer; the count of one that was started again begins anew."""
+        found: list[EngineStats] = []
+        for name, rollout in fleet.engines.items():
+            with suppress(ActorError):
+                found.append(await rollout.stats())
+                if found[-1].generated_tokens < self._generated[name]:
+                    self._generated_before += self._generated[name]
+                self._generated[name] = found[-1].generated_tokens
+        return found
 
     def _warn(self, report: StepReport) -> None:
         """Say an alarm when it begins, not in every step that it lasts."""
@@ -143,6 +160,20 @@ class Recorder:
         self.span("evaluation", start, step=steps_done, scores=scores)
         self._loop_started += time.time() - start
         self._progress.evaluation(steps_done, scores)
+
+    def lost(self, engine: str, reason: str) -> None:
+        """An engine died, and is brought back."""
+        self.event("engine_lost", engine=engine, reason=reason)
+        self._progress.say(f"{engine} died and is started again; its answers go on elsewhere")
+
+    def restart(self, reason: str) -> None:
+        """An actor died that the run cannot do without."""
+        self.event("restart", reason=reason)
+        self._progress.say(f"{reason.splitlines()[0]}: the run starts again from its last checkpoint")
+
+    def drafter_lost(self, reason: str) -> None:
+        self.event("drafter_lost", reason=reason)
+        self._progress.say("the drafter died; engines keep the last head, and the run goes on")
 
     def drafter(self, version: int) -> None:
         self.event("drafter_published", version=version)
@@ -177,4 +208,4 @@ def _added(columns: Iterable[tuple[int, ...]]) -> list[int]:
 
 
 def _read_rows(directory: RunDirectory) -> list[Row]:
-    return pq.read_table(directory.metrics).to_pylist() if directory.metrics.exists() else []
+    return read_table(directory.metrics).to_pylist() if directory.metrics.exists() else []

@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from actors import roster
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
 from actors.drafter_link import DrafterLink
@@ -18,8 +19,9 @@ from actors.spawn import Resources, Spawner, cluster
 from actors.trainer import TrainerActor
 from asyncrl.config import Checkpoint, Run, WarmStart
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
-from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.rundir import RunDirectory, replace
+from asyncrl.errors import ActorError, AsyncRLError, ConfigError
+from asyncrl.rundir import RunDirectory, owner_only, replace
+from asyncrl.stalls.prompts import Announced
 from asyncrl.tasks.base import make_task
 from asyncrl.training import checkpoint
 from pipelines import starting_head, summary
@@ -28,10 +30,12 @@ from pipelines.compose import from_yaml, to_yaml
 from pipelines.plan import preflight
 from pipelines.progress import Progress
 from pipelines.recorder import Recorder
+from pipelines.watchdog import Watchdog, backstop
 
 CONTROL = Resources(cpus=0.0)
 IDLE = Resources(cpus=0.0, idle_priority=True)
 COMPUTE = Resources(cpus=1.0)
+STATELESS = Resources(cpus=0.0, restarts=-1, repeatable=True)
 
 
 def train(run: Run) -> int:
@@ -39,7 +43,7 @@ def train(run: Run) -> int:
     preflight(run)
     directory = RunDirectory.create(Path(run.root) / run.name)
     replace(directory.config, to_yaml(run).encode())
-    return _run(run, directory, restore_from=None, resumed=False)
+    return _run(run, directory, resumed=False)
 
 
 def resume(path: Path) -> int:
@@ -48,33 +52,71 @@ def resume(path: Path) -> int:
     if summary.kind(directory) == "replay":
         raise ConfigError(f"{path} was written by a replay and has nothing to resume; replay into another directory")
     run = from_yaml(directory.config)
-    saved = checkpoint.numbered(directory.checkpoints)
-    return _run(run, directory, restore_from=saved[-1] if saved else None, resumed=True)
+    directory.close_to_others()
+    return _run(run, directory, resumed=True)
 
 
-def _run(run: Run, directory: RunDirectory, *, restore_from: tuple[int, Path] | None, resumed: bool) -> int:
-    first_step = restore_from[0] if restore_from else 0
-    with Progress(run) as progress:
+def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
+    with owner_only(), Progress(run) as progress:
         progress.say(f"run directory {directory.path}")
-        recorder = Recorder(run, directory, progress, first_step=first_step)
+        attempt = _Attempt(run, directory, progress, resumed=resumed)
         try:
             model_path = _model(run, directory, progress)
             run = starting_head.prepare(run, directory, model_path)
-            with cluster(run.cluster, cpus=run.rollout.replicas + 1) as spawner:
-                figures = asyncio.run(
-                    _train(run, directory, recorder, spawner, model_path, restore_from, resumed=resumed)
-                )
+            watchdog = Watchdog(
+                run,
+                directory,
+                progress.say,
+                lambda kind, fields: attempt.recorder.event(kind, **fields),
+                lambda error: summary.write(directory, attempt.recorder, status="failed", error=error),
+            )
+            with watchdog, cluster(run.cluster, cpus=run.rollout.replicas + 1) as spawner:
+                while (figures := attempt.make(run, spawner, model_path, watchdog)) is None:
+                    spawner.clear()
+                    attempt = attempt.next()
         except BaseException as error:
             cause = _first_cause(error)
             status = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
-            summary.write(directory, recorder, status=status, error=f"{type(cause).__name__}: {cause}")
+            summary.write(directory, attempt.recorder, status=status, error=f"{type(cause).__name__}: {cause}")
             if isinstance(cause, AsyncRLError):
                 raise cause from None
             raise
         finally:
-            recorder.close()
+            attempt.recorder.close()
         progress.say(summary.sentence(figures))
     return 0
+
+
+class _Attempt:
+    """From the newest checkpoint to the end, or to the death of an actor that the run cannot do without."""
+
+    def __init__(
+        self, run: Run, directory: RunDirectory, progress: Progress, *, resumed: bool, number: int = 0
+    ) -> None:
+        self._run, self._directory, self._progress = run, directory, progress
+        self._resumed, self._number = resumed, number
+        saved = checkpoint.numbered(directory.checkpoints) if resumed else []
+        self._restore_from = saved[-1] if saved else None
+        self.recorder = Recorder(run, directory, progress, first_step=saved[-1][0] if saved else 0)
+
+    def make(self, run: Run, spawner: Spawner, model_path: Path, watchdog: Watchdog) -> dict[str, Any] | None:
+        """The run's figures; None if another attempt is to be made."""
+        watched = watchdog.over(spawner)
+        training = _train(
+            run, self._directory, self.recorder, watched, model_path, self._restore_from, resumed=self._resumed
+        )
+        try:
+            return asyncio.run(watchdog.guard(training))
+        except (ActorError, ExceptionGroup) as error:
+            cause = _first_cause(error)
+            if not isinstance(cause, ActorError) or self._number >= run.recovery.max_restarts:
+                raise
+            self.recorder.restart(str(cause))
+            return None
+
+    def next(self) -> "_Attempt":
+        self.recorder.close()
+        return _Attempt(self._run, self._directory, self._progress, resumed=True, number=self._number + 1)
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -110,11 +152,13 @@ async def _train(
 ) -> dict[str, Any]:
     first_step = restore_from[0] if restore_from else 0
     fleet = await _place(run, directory, spawner, model_path, restore_step=first_step if resumed else None)
+    await roster.write(fleet, directory.path / roster.NAME)
     recorder.event("fleet_started", first_step=first_step)
     try:
         if restore_from:
             await fleet.trainer.restore(restore_from[1])
-        await AsyncGrpo(run, fleet, make_task(run.task, run.seed), recorder, first_step=first_step).run()
+        task = Announced(make_task(run.task, run.seed), run)
+        await AsyncGrpo(run, fleet, task, recorder, first_step=first_step).run()
         return summary.write(
             directory,
             recorder,
@@ -131,8 +175,10 @@ async def _place(
 ) -> Fleet:
     """Start every actor. Those that only hand things on take no core of their own."""
     buffer = await spawner.spawn("buffer", CONTROL, BufferActor, run, directory.trajectories.resolve(), restore_step)
-    reward = await spawner.spawn("reward", CONTROL, RewardActor, run.reward)
+    reward = await spawner.spawn("reward", STATELESS, RewardActor, run.reward)
     drafter = await _place_drafter(run, directory, spawner, model_path)
+    names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
+    engine = Resources(cpus=1.0, restarts=run.recovery.max_restarts)
     async with asyncio.TaskGroup() as tasks:
         starting_trainer = tasks.create_task(
             spawner.spawn(
@@ -148,15 +194,16 @@ async def _place(
             )
         )
         starting_rollouts = [
-            tasks.create_task(spawner.spawn(name, COMPUTE, RolloutActor, run, model_path, name, buffer, reward))
-            for name in (f"rollout-{index}" for index in range(run.rollout.replicas))
+            tasks.create_task(spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward))
+            for name in names
         ]
     trainer, rollouts = starting_trainer.result(), [task.result() for task in starting_rollouts]
     await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
-    timeout_s = run.flow.stall_timeout_s
+    timeout_s = backstop(run)
     link = DrafterLink(drafter, rollouts, timeout_s=timeout_s) if drafter is not None else None
-    publisher = Publisher(trainer, rollouts, link, timeout_s=timeout_s)
-    return Fleet(buffer=buffer, reward=reward, rollouts=rollouts, trainer=trainer, publisher=publisher, drafter=link)
+    named = dict(zip(names, rollouts, strict=True))
+    publisher = Publisher(trainer, named, link, deadline_s=run.weights.deadline_s, export_s=timeout_s, required=1)
+    return Fleet(buffer=buffer, reward=reward, engines=named, trainer=trainer, publisher=publisher, drafter=link)
 
 
 async def _place_drafter(run: Run, directory: RunDirectory, spawner: Spawner, model_path: Path) -> DrafterActor | None:

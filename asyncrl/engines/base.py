@@ -16,6 +16,11 @@ class Engine(Protocol):
     exactly one version.
     """
 
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be served; empty while the engine serves."""
+        ...
+
     async def start(self) -> None:
         """Load the model and begin to serve."""
         ...

@@ -32,6 +32,10 @@ class RequestSide(ABC, Generic[JobT]):
         self._refusal = "is not started; await start() first"
         """Why nothing can be served; empty while the engine serves."""
 
+    @property
+    def refusal(self) -> str:
+        return self._refusal
+
     @abstractmethod
     def _check(self, request: Request) -> None:
         """Raise EngineError for a request that can never be served."""

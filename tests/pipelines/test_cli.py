@@ -36,6 +36,7 @@ REQUIRED = {
     "eagle3": {"path": "head"},
     "checkpoint": {"path": "somewhere"},
     "jsonl": {"path": "somewhere"},
+    "code": {"path": "somewhere"},
     "reasoning_gym": {"dataset": "chain_sum"},
     "custom": {"function": "package.module:function"},
 }
@@ -151,7 +152,7 @@ def test_experiments_compose_with_every_choice(experiment: Path) -> None:
         (["=3"], "cannot read '=3'"),
         (["root=a=b"], "quote a value with special characters"),
         (["seed=${nowhere}"], "Interpolation key 'nowhere' not found"),
-        (["rollout.precision=fp8"], "not available yet"),
+        (["rollout.precision=fp4"], "use one of bf16, fp32, fp8, fp8_full, fp8_kv"),
     ],
 )
 def test_bad_overrides_are_one_clear_error(overrides: list[str], said: str) -> None:
