@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.weight_types import Bucket as Bucket
+from asyncrl.weight_types import Fp8Version as Fp8Version
 from asyncrl.weight_types import Probe as Probe
 from asyncrl.weight_types import SendOrder as SendOrder
 from asyncrl.weight_types import TensorSpec as TensorSpec

@@ -30,6 +30,15 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
     """Largest mean difference between an engine and the trainer."""
 
 
+class Fp8Version(msgspec.Struct, frozen=True, array_like=True):
+    """What engines have in FP8 under a version, as the trainer means it."""
+
+    quantized: tuple[str, ...] = ()
+    """Names of the quantized tensors, and `kv_cache`; engines compare them with what they quantize."""
+    kv_scales: tuple[tuple[float, float, float], ...] = ()
+    """Of queries, keys and values in each layer; empty where the engine is to find them."""
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one policy version consists of, and the digest that proves it arrived."""
 
@@ -45,6 +54,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     """Digest of the publication that `delta` changes into this one."""
     delta: "WeightManifest | None" = None
     """The changed elements, as a publication of their own; without it every byte is sent."""
+    fp8: Fp8Version | None = None
+    """Without it nothing is in FP8."""
 
 
 class WeightAck(msgspec.Struct, frozen=True, array_like=True):

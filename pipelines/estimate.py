@@ -12,6 +12,7 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.devices import gpu_memory, has_gpu
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.models.config import ModelConfig, read_config
+from asyncrl.precision.settings import carrier
 from asyncrl.tasks.base import Split, make_task
 from asyncrl.tasks.chains import CHARACTERS, draw_chain
 from asyncrl.tasks.settings import ChainsTask
@@ -134,7 +135,7 @@ def _prompts(run: Run) -> list[Prompt]:
 def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     """`prompt` is the length of the longest, in tokens."""
     count, longest = parameters(model), prompt + run.rollout.max_tokens
-    item = 2 if run.rollout.precision == "bf16" else FLOAT
+    item = 2 if carrier(run.rollout.precision, run.engine) == "bf16" else FLOAT
     kv_token = 2 * model.layers * model.kv_heads * model.head_dim * item
     recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
     memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)

@@ -21,11 +21,16 @@ from asyncrl.engines.settings import FakeEngine, VllmEngine
 from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.functions import load_function
+from asyncrl.models.config import ModelConfig
+from asyncrl.precision.memory import footprints
+from asyncrl.precision.settings import carrier, model_problems, numerics
 from asyncrl.rewards.pool import check_function
 from asyncrl.tasks.settings import ChainsTask
 from pipelines.estimate import Needs, card, longest_prompt, model_config, needs
 
 SHARED_MEMORY = Path("/dev/shm")
+REFERENCE_CARD = 80 * 10**9
+"""Memory of a GPU that precisions are compared on where none is here."""
 ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 
@@ -75,6 +80,9 @@ def _engine(run: Run) -> Iterator[str]:
     here = run.cluster in ("local", "inprocess")
     if not here or has_gpu():
         return
+    if numerics(run.rollout.precision, run.rollout.fp8) is not None:
+        chosen = run.rollout.precision
+        yield f"rollout.precision={chosen} with engine=vllm needs a GPU; engine=native simulates FP8 on a CPU"
     if run.engine.quantization == "fp8":
         yield "engine.quantization=fp8 needs a GPU, and there is none here; use engine.quantization=none"
     if run.engine.kv_dtype == "fp8" and not has_avx512():
@@ -135,6 +143,7 @@ def _model(run: Run) -> Iterator[str]:
             f"engine.max_length={run.engine.max_length} is less than the longest prompt with rollout.max_tokens="
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
+    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
@@ -208,10 +217,11 @@ def show(run: Run, console: Console) -> None:
         return  # `preflight` says why
     required = needs(run, model, prompt)
     console.print(
-        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} in "
-        f"{run.rollout.precision}; longest prompt with its answer {prompt + run.rollout.max_tokens} tokens"
+        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published in "
+        f"{carrier(run.rollout.precision, run.engine)}; longest prompt with its answer "
+        f"{prompt + run.rollout.max_tokens} tokens"
     )
-    console.print(_actors(run, required), _edges(run, required))
+    console.print(_actors(run, required), _edges(run, required), _precisions(run, model, required))
     total = run.steps * required.trajectories
     console.print(
         f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk at most "
@@ -256,6 +266,19 @@ def _actors(run: Run, required: Needs) -> Table:
         table.add_row(name, str(processes), str(cpus), f"{size(memory)} ({parts})")
     table.add_row("buffer", "1", "shared", f"up to {size(run.buffer.max_bytes)} of trajectories, on disk")
     table.add_row("reward", f"1 + {run.reward.workers}", "shared", run.reward.function)
+    return table
+
+
+def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
+    """What an engine on a GPU takes; on a CPU FP8 is simulated in floats, and saves nothing."""
+    found = card(run, required)
+    room = found.engines // run.rollout.replicas if found is not None and found.engines else REFERENCE_CARD
+    title = f"rollout.precision: an engine with {size(room)} of a GPU"
+    table = Table("precision", "weights", "KV cache per token", "KV tokens", title=title, title_justify="left")
+    for each in footprints(model, required.parameters, run.rollout.fp8):
+        mark = " (chosen)" if each.precision == run.rollout.precision else ""
+        tokens = f"{each.tokens(room):,}" if each.tokens(room) else "none: the weights do not fit"
+        table.add_row(f"{each.precision}{mark}", size(each.weights), size(each.kv_token), tokens)
     return table
 
 

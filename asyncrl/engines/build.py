@@ -15,7 +15,8 @@ def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
         case NativeEngine():
             from asyncrl.engines.native.build import build_native
 
-            return build_native(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
+            precision, fp8 = run.rollout.precision, run.rollout.fp8
+            return build_native(model_path, run.engine, run.drafter, name=name, precision=precision, fp8=fp8)
         case VllmEngine():
             return build_vllm(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
         case FakeEngine():

@@ -5,6 +5,8 @@ The alarm levels are those of verl's rollout correction documents. Pure: figures
 
 from collections.abc import Mapping
 
+import msgspec
+
 from asyncrl.config import Sentinel
 from asyncrl.errors import DivergenceError
 from asyncrl.training.report import StepReport
@@ -31,8 +33,11 @@ class Watch:
     def __init__(self, settings: Sentinel) -> None:
         self._settings = settings
         self._skipped = 0
+        self.fell_back = False
+        """Whether FP8 was left: no version after it is published in FP8."""
 
-    def check(self, report: StepReport) -> None:
+    def check(self, report: StepReport) -> StepReport:
+        """The report, with an alarm where the run goes on without FP8; DivergenceError where it cannot go on."""
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped >= self._settings.max_skipped:
             raise DivergenceError(
@@ -41,6 +46,8 @@ class Watch:
             )
         kl, bound = report.figures["mismatch_kl"], self._settings.max_kl
         if bound and abs(kl) > bound:
+            if self._settings.on_fp8 == "fall_back" and any(share.value.startswith("fp8") for share in report.shares):
+                return self._fall_back(report, kl)
             shares = ", ".join(
                 f"{share.mismatch_kl:.2g} at {share.by} {share.value}" for share in report.shares if share.tokens
             )
@@ -49,3 +56,14 @@ class Watch:
                 f"{report.figures['ess']:.2g}). A gap that grows with age is staleness: lower max_staleness or "
                 "trainer.lr; one at age 0 is a difference between engine and trainer: check precision and sampling"
             )
+        return report
+
+    def _fall_back(self, report: StepReport, kl: float) -> StepReport:
+        """Said once; answers that were begun in FP8 may still come, and do not stop the run."""
+        if self.fell_back:
+            return report
+        self.fell_back = True
+        said = (
+            f"fp8_fallback=1: mismatch_kl={kl:.3g} is past sentinel.max_kl={self._settings.max_kl:g} with FP8 rollouts"
+        )
+        return msgspec.structs.replace(report, alarms=(*report.alarms, f"{said}; they go on without FP8 from now on"))

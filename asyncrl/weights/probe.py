@@ -12,11 +12,14 @@ import numpy as np
 
 from asyncrl.config import Run
 from asyncrl.engines.settings import FakeEngine, VllmEngine
+from asyncrl.precision.settings import numerics
 from asyncrl.types import Probe, Request, Sampling
 
 PROMPTS, LENGTH = 8, 8
 TRAINED_IDS = 1024
 """Prompts have the first of the vocabulary: frequent ones, where the last may never have been trained."""
+
+FP8_TOLERANCE = 0.3
 
 
 def wanted(run: Run) -> bool:
@@ -33,7 +36,9 @@ def prompts(vocabulary: int) -> tuple[tuple[int, ...], ...]:
 def tolerance(run: Run) -> float:
     """By the coarser of both precisions."""
     if isinstance(run.engine, VllmEngine) and "fp8" in (run.engine.quantization, run.engine.kv_dtype):
-        return 0.3
+        return FP8_TOLERANCE
+    if numerics(run.rollout.precision, run.rollout.fp8) is not None:
+        return FP8_TOLERANCE
     return 1e-3 if (run.rollout.precision, run.trainer.dtype) == ("fp32", "fp32") else 0.1
 
 

@@ -9,15 +9,27 @@ from asyncrl.engines.base import Engine
 from asyncrl.engines.native.engine import NativeEngine
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
+from asyncrl.precision.settings import Fp8, numerics
 
 
 def build_native(
-    model_path: Path, settings: Settings, drafter: DrafterSettings, *, name: str, precision: str = "fp32"
+    model_path: Path,
+    settings: Settings,
+    drafter: DrafterSettings,
+    *,
+    name: str,
+    precision: str = "fp32",
+    fp8: Fp8 | None = None,
 ) -> Engine:
+    found = numerics(precision, fp8 or Fp8())
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if not on_gpu(settings, drafter):
         torch.set_num_threads(settings.threads)
-        return NativeEngine(model_path, settings, drafter, name=name, dtype=dtype)
+        return NativeEngine(model_path, settings, drafter, name=name, dtype=dtype, numerics=found)
+    if found is not None:
+        raise EngineError(
+            f"rollout.precision={precision}: the native engine has no FP8 kernels for GPUs; use engine.device=cpu"
+        )
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
     return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype)

@@ -12,7 +12,9 @@ from asyncrl.engines.native.published import Receiver, load_published
 from asyncrl.engines.native.sampling import sample
 from asyncrl.engines.native.scheduler import Step
 from asyncrl.engines.native.slots import Ended, SlotTable
+from asyncrl.errors import WeightSyncError
 from asyncrl.models.checkpoint import load_model
+from asyncrl.models.decoder import Tensors
 from asyncrl.models.head import fp32_product
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.norm import NormScale
@@ -31,6 +33,15 @@ class Policy:
         self._derive()
 
     def load(self, manifest: WeightManifest, receiver: Receiver) -> str:
+        """The published version, laid out for decoding."""
+        if manifest.fp8 is not None:
+            raise WeightSyncError(
+                f"engine {receiver.engine}: version {manifest.version} is meant for FP8, and this engine was started "
+                "without it; start both with the same rollout.precision"
+            )
+        return self._take(manifest, receiver)
+
+    def _take(self, manifest: WeightManifest, receiver: Receiver) -> str:
         digest = load_published(manifest, dict(hf_tensors(self.model)), receiver)
         self._derive()
         return digest
@@ -45,9 +56,12 @@ class Policy:
     def _derive(self) -> None:
         if self._keep_output:
             self.output_E_V = self.model.output_matrix.detach().t().to(torch.float32, copy=True).contiguous()
-        self.tensors, self.head_E_V = decoding_tensors(self.model, self._positions)
+        self.tensors, self.head_E_V = self._lay_out()
         folded = self.tensors.norm.scale is None
         self._scale_E = NormScale.of(self.model.norm.detach(), self.config.norm_eps).scale if folded else None
+
+    def _lay_out(self) -> tuple[Tensors, Tensor]:
+        return decoding_tensors(self.model, self._positions)
 
 
 class Outcome(NamedTuple):

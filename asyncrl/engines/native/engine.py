@@ -15,6 +15,7 @@ from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job
 from asyncrl.engines.native.cache import KvCache
 from asyncrl.engines.native.decoding import Decoding, Policy
+from asyncrl.engines.native.fp8 import Fp8KvCache, Fp8Policy
 from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
 from asyncrl.engines.native.scheduler import Scheduler
@@ -26,6 +27,7 @@ from asyncrl.engines.native.speculation.source import Chooser
 from asyncrl.engines.native.speculation.speculator import Speculator
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
+from asyncrl.precision.settings import Numerics
 from asyncrl.types import WeightAck, WeightManifest
 
 
@@ -39,10 +41,11 @@ class NativeEngine(RowEngine):
         name: str,
         version: int = 0,
         dtype: torch.dtype = torch.float32,
+        numerics: Numerics | None = None,
         chooser: Chooser | None = None,
     ) -> None:
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
-        self._model_path, self._dtype = model_path, dtype
+        self._model_path, self._dtype, self._numerics = model_path, dtype, numerics
         self._drafter_version = 0
 
     async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
@@ -67,8 +70,7 @@ class NativeEngine(RowEngine):
         settings, drafter = self.settings, self._drafter
         rows, spare = settings.max_batch, spare_slots(drafter)
         length = settings.max_length + spare
-        policy = Policy(self._model_path, self._dtype, length, keep_output=isinstance(drafter, EagleDrafter))
-        cache = KvCache(policy.config, rows, length, self._dtype)
+        policy, cache = self._make_policy(rows, length, keep_output=isinstance(drafter, EagleDrafter))
         if isinstance(drafter, NoDrafter):
             drafts = source = self._head = None
         else:
@@ -82,6 +84,13 @@ class NativeEngine(RowEngine):
         self._speculator = None
         if drafts is not None and source is not None:
             self._speculator = Speculator(self._decoding, self._scheduler, drafts, source, self._chooser, self._tally)
+
+    def _make_policy(self, rows: int, length: int, *, keep_output: bool) -> tuple[Policy, KvCache]:
+        if self._numerics is None:
+            policy = Policy(self._model_path, self._dtype, length, keep_output=keep_output)
+            return policy, KvCache(policy.config, rows, length, self._dtype)
+        policy = Fp8Policy(self._model_path, self._dtype, length, self._numerics, keep_output=keep_output)
+        return policy, Fp8KvCache(policy, rows, length, self._dtype)
 
     def _shut(self) -> None:
         del self._decoding, self._scheduler, self._speculator, self._head, self._slots

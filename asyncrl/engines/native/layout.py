@@ -30,7 +30,7 @@ def decoding_tensors(model: Decoder, max_length: int) -> tuple[Tensors, Tensor]:
     that would round the weights once more than the trainer does.
     """
     norm = NormScale.of(model.norm, model.config.norm_eps)
-    layers = [_interleave(layer.tensors()) for layer in model.blocks()]
+    layers = [interleave(layer.tensors()) for layer in model.blocks()]
     head_E_V = model.output_matrix.t().contiguous()
     if norm.scale is not None and model.norm.dtype == torch.float32:
         head_E_V.mul_(norm.scale[:, None])
@@ -39,7 +39,8 @@ def decoding_tensors(model: Decoder, max_length: int) -> tuple[Tensors, Tensor]:
     return Tensors(model.embed_tokens.weight, rotation, [layer.forward for layer in layers], norm), head_E_V
 
 
-def _interleave(layer: LayerTensors) -> LayerTensors:
+def interleave(layer: LayerTensors) -> LayerTensors:
+    """Columns of queries and keys in the order of `tabled_rotation`, in place."""
     heads, order_D = layer.heads + layer.kv_heads, interleaved(layer.head_dim)
     order_X = (torch.arange(heads)[:, None] * layer.head_dim + order_D).flatten()
     for columns in (layer.qkv, layer.qkv_bias):

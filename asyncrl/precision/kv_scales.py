@@ -1,0 +1,84 @@
+"""Scales of an FP8 KV cache: one number for the queries, one for the keys and one for the values of each layer.
+
+    scale = 1.05 * amax / 448           amax: the 99.9th percentile over tokens of max|x| after RoPE
+
+Scales belong to a version of the weights: with the next one keys grow or shrink. The trainer finds them over the tokens
+of its last batch, computed anew with the new weights, and they travel with these. Where none come along, as before the
+first publication, an engine finds its own over fixed prompts. Either way each engine compares the scales it was given
+with what it measures itself, because a scale that is too small cuts keys off without any error.
+
+Axis suffixes: T tokens, X heads by their dimension.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.models.decoder import Attend
+from asyncrl.models.packed import packed_attention
+from asyncrl.precision.quantizer import LARGEST
+
+MARGIN = 1.05
+PERCENTILE = 0.999
+PROMPTS, LENGTH = 8, 48
+TRAINED_IDS = 1024
+BEYOND, BELOW = 4.0, 1 / 512
+"""Range of needed scale / given scale that is believed. It is wide, as fixed prompts differ from training. Too small
+a scale cuts numbers off; one that is too large costs little until many fall among E4M3's subnormal numbers, which begin
+at 1/28672 of its range."""
+LayerScales = tuple[float, float, float]
+"""Of queries, keys and values."""
+KINDS = ("queries", "keys", "values")
+Forward = Callable[[Tensor, Tensor, Attend], object]
+"""(tokens_T, positions_T, attend): a whole decoder."""
+
+
+class Watcher:
+    """Attention that takes down max|x| of each token's queries, keys and values on their way."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+        self.largest: dict[int, tuple[Tensor, ...]] = {}
+        """By layer, three columns of one number per token."""
+
+    def __call__(self, layer: int, q_T_H_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> Tensor:
+        self.largest[layer] = tuple(x.flatten(1).abs().amax(1) for x in (q_T_H_D, k_T_K_D, v_T_K_D))
+        return self._attend(layer, q_T_H_D, k_T_K_D, v_T_K_D)
+
+
+@torch.no_grad()
+def measure(
+    forward: Forward, samples: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> tuple[LayerScales, ...]:
+    """The scales that these samples ask for."""
+    lengths = [len(sample) for sample in samples]
+    watcher = Watcher(packed_attention(lengths, device))
+    tokens_T = torch.tensor([token for sample in samples for token in sample], device=device)
+    forward(tokens_T, torch.cat([torch.arange(length, device=device) for length in lengths]), watcher)
+    return tuple(_scales(watcher.largest[layer]) for layer in sorted(watcher.largest))
+
+
+def _scales(largest: tuple[Tensor, ...]) -> LayerScales:
+    q, k, v = (float(torch.quantile(column_T.float(), PERCENTILE)) * MARGIN / LARGEST or 1.0 for column_T in largest)
+    return q, k, v
+
+
+def fixed_samples(vocabulary: int) -> list[list[int]]:
+    """What an engine measures on: the same tokens in every process, among the frequent ones."""
+    return np.random.default_rng(1).integers(0, min(vocabulary, TRAINED_IDS), (PROMPTS, LENGTH)).tolist()
+
+
+def check_scales(given: Sequence[LayerScales], measured: Sequence[LayerScales], who: str) -> None:
+    """Refuse scales that cannot be those of these weights."""
+    if len(given) != len(measured):
+        raise WeightSyncError(f"{who}: KV scales for {len(given)} layers, and the model has {len(measured)}")
+    for layer, pair in enumerate(zip(given, measured, strict=True)):
+        for kind, scale, own in zip(KINDS, *pair, strict=True):
+            if not BELOW <= own / scale <= BEYOND:
+                raise WeightSyncError(
+                    f"{who}: the scale of {kind} in layer {layer} is {scale:.3g}, and these weights ask for about "
+                    f"{own:.3g}: stale scales; publish again, or use rollout.kv_scales=engine"
+                )

@@ -1,0 +1,55 @@
+"""What the trainer says about FP8 with each version: which tensors are quantized, and the scales of the KV cache."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from asyncrl.config import Run
+from asyncrl.engines.settings import NativeEngine
+from asyncrl.models.config import ModelConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.names import hf_tensors
+from asyncrl.precision.kv_scales import measure
+from asyncrl.precision.layers import KV_CACHE, is_quantized
+from asyncrl.precision.settings import numerics
+from asyncrl.types import Fp8Version, Group
+
+TOKENS = 4096
+"""Tokens that scales are found on: the 99.9th percentile needs thousands, and more only cost time."""
+
+
+class Fp8Publication:
+    """Keeps the last answers trained on, to find with the new weights what their keys and values need."""
+
+    def __init__(self, run: Run, model: ModelConfig) -> None:
+        self._numerics = numerics(run.rollout.precision, run.rollout.fp8)
+        self._native = isinstance(run.engine, NativeEngine)  # vLLM quantizes by rules of its own
+        self._layers = model.layers
+        self._finds_scales = (
+            self._native and self._numerics is not None and self._numerics.kv and run.rollout.kv_scales == "trainer"
+        )
+        self._seen: deque[list[int]] = deque()
+        self._tokens = 0
+
+    def see(self, groups: Sequence[Group]) -> None:
+        if not self._finds_scales:
+            return
+        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+            self._seen.append(trajectory.tokens.tolist())
+            self._tokens += len(self._seen[-1])
+            while self._tokens > TOKENS and len(self._seen) > 1:
+                self._tokens -= len(self._seen.popleft())
+
+    def of(self, model: Decoder) -> Fp8Version | None:
+        if self._numerics is None or not self._native:
+            return None
+        fp8, names = self._numerics.fp8, list[str]()
+        if self._numerics.weights:
+            names = [
+                name
+                for name, _ in hf_tensors(model)
+                if is_quantized(name, self._layers, keep_first=fp8.keep_first, keep_last=fp8.keep_last)
+            ]
+        if self._numerics.kv:
+            names.append(KV_CACHE)
+        scales = measure(model, self._seen, model.norm.device) if self._finds_scales and self._seen else ()
+        return Fp8Version(tuple(names), scales)

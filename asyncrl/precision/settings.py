@@ -1,0 +1,122 @@
+"""What `rollout.precision` means, and what of it is refused. No torch here: reading a config imports this."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from asyncrl.engines.settings import EngineSettings, NativeEngine, VllmEngine
+from asyncrl.errors import ConfigError
+from asyncrl.settings import Natural, Settings
+from asyncrl.weight_types import WeightManifest
+
+if TYPE_CHECKING:
+    from asyncrl.config import Run
+
+Precision = Literal["fp32", "bf16", "fp8", "fp8_kv", "fp8_full"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8", "fp8_kv", "fp8_full")
+NO_QK_NORM = (
+    "keys and values in FP8 need a model with QK-norm, and this one has none: its keys have outliers that take the "
+    "range of everybody else, and such models were seen to collapse; use rollout.precision=fp8, or risk it with "
+    "rollout.fp8.allow_kv_without_qk_norm=true"
+)
+
+
+class Fp8(Settings, frozen=True):
+    """Details of FP8 rollouts."""
+
+    power_of_two: bool = False
+    """Scales of weights and activations rounded up to powers of two."""
+    keep_first: Natural = 0
+    """Layers at the beginning that are not quantized."""
+    keep_last: Natural = 0
+    allow_kv_without_qk_norm: bool = False
+
+
+class RolloutPrecision(Settings, frozen=True):
+    """The part of the rollout's settings that is about number formats."""
+
+    precision: Precision = "fp32"
+    """`fp8` is weights and activations, `fp8_kv` the KV cache, `fp8_full` both."""
+    kv_scales: Literal["trainer", "engine"] = "trainer"
+    """Who finds the scales of an FP8 KV cache, anew for each version of the weights."""
+    fp8: Fp8 = Fp8()
+
+
+class Numerics(NamedTuple):
+    """What an engine has in FP8."""
+
+    weights: bool
+    """With them the activations that they are multiplied with."""
+    kv: bool
+    """Keys and values in the cache, and the queries that meet them."""
+    fp8: Fp8
+
+
+def numerics(precision: str, fp8: Fp8) -> Numerics | None:
+    """None where nothing is in FP8."""
+    found = Numerics(precision in ("fp8", "fp8_full"), precision in ("fp8_kv", "fp8_full"), fp8)
+    return found if found.weights or found.kv else None
+
+
+def carrier(precision: str, engine: EngineSettings) -> Literal["fp32", "bf16"]:
+    """What weights travel in, and what is not in FP8 is computed in; our simulation adds no other rounding to FP8's."""
+    if precision == "bf16" or (precision != "fp32" and isinstance(engine, VllmEngine)):
+        return "bf16"
+    return "fp32"
+
+
+def vllm_in(settings: VllmEngine, precision: str) -> VllmEngine:
+    """`rollout.precision` in vLLM's own FP8, which has one scale per matrix; what is set for the engine stays."""
+    found = numerics(precision, Fp8())
+    if found is None:
+        return settings
+    weights: Literal["none", "fp8"] = "fp8" if found.weights else settings.quantization
+    kv: Literal["auto", "fp8"] = "fp8" if found.kv else settings.kv_dtype
+    return msgspec.structs.replace(settings, quantization=weights, kv_dtype=kv)
+
+
+def served_precision(run: "Run", served: WeightManifest | None) -> str:
+    """Of what an engine samples under a publication; before the first it is the one that the engine was started in."""
+    rollout, engine = run.rollout, run.engine
+    fell_back = isinstance(engine, NativeEngine) and served is not None and served.fp8 is None
+    return carrier(rollout.precision, engine) if fell_back else rollout.precision
+
+
+def check_precision(run: "Run") -> None:
+    """What the settings alone can tell; `model_problems` knows the model."""
+    rollout, engine = run.rollout, run.engine
+    if numerics(rollout.precision, rollout.fp8) is None:
+        return
+    if isinstance(engine, NativeEngine) and engine.device != "cpu":
+        raise ConfigError(
+            f"rollout.precision={rollout.precision}: engine=native simulates FP8 on a CPU and has no kernels for it on "
+            f"GPUs, and engine.device={engine.device}; use engine=vllm, engine.device=cpu, or rollout.precision=bf16"
+        )
+    if (
+        isinstance(engine, VllmEngine)
+        and rollout.kv_scales == "trainer"
+        and rollout.precision in ("fp8_kv", "fp8_full")
+    ):
+        raise ConfigError(
+            "rollout.kv_scales=trainer: vLLM takes no scales with new weights; use rollout.kv_scales=engine"
+        )
+    if isinstance(engine, VllmEngine) and run.sentinel.on_fp8 == "fall_back":
+        raise ConfigError(
+            "sentinel.on_fp8=fall_back: vLLM cannot leave FP8 while it runs; use sentinel.on_fp8=stop, or engine=native"
+        )
+
+
+def model_problems(run: "Run", *, layers: int, qk_norm: bool) -> Iterator[str]:
+    rollout = run.rollout
+    found = numerics(rollout.precision, rollout.fp8)
+    if found is None:
+        return
+    if found.kv and not qk_norm and not rollout.fp8.allow_kv_without_qk_norm:
+        yield f"rollout.precision={rollout.precision}: {NO_QK_NORM}"
+    kept = rollout.fp8.keep_first + rollout.fp8.keep_last
+    if found.weights and kept >= layers:
+        yield (
+            f"rollout.fp8.keep_first={rollout.fp8.keep_first} and keep_last={rollout.fp8.keep_last} keep all {layers} "
+            "layers of the model, so that nothing is quantized; lower them"
+        )

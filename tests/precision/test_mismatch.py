@@ -1,0 +1,61 @@
+"""What a run does about FP8: diagnostics by precision, and the way out when the mismatch grows too large."""
+
+import pytest
+import torch
+
+from asyncrl.algorithms.base import Samples
+from asyncrl.algorithms.corrections import Corrected
+from asyncrl.config import Sentinel
+from asyncrl.errors import DivergenceError
+from asyncrl.training.diagnostics import Observed, shares
+from asyncrl.training.report import Share, StepReport
+from asyncrl.training.sentinel import Watch
+
+
+def _report(kl: float, *precisions: str) -> StepReport:
+    parts = tuple(
+        Share(by="precision", value=name, tokens=5, rho_mean=1, ess=1, mismatch_kl=kl, mismatch_k3=kl)
+        for name in precisions
+    )
+    figures = {"mismatch_kl": kl, "ess": 0.5}
+    return StepReport(
+        version=4, samples=1, tokens=1, loss=0.0, grad_norm=0.0, skipped=False, figures=figures, shares=parts
+    )
+
+
+def test_fp8_beyond_the_bound_stops_the_run() -> None:
+    with pytest.raises(DivergenceError, match=r"mismatch_kl=0\.6 is past .*0\.6 at precision fp8_full"):
+        Watch(Sentinel()).check(_report(0.6, "fp8_full"))
+
+
+def test_or_falls_back_and_says_so_once() -> None:
+    watch = Watch(Sentinel(on_fp8="fall_back"))
+    assert watch.check(_report(0.4, "fp8_full")).alarms == ()
+    assert not watch.fell_back
+    (said,) = watch.check(_report(0.6, "fp8_full")).alarms
+    assert said.startswith("fp8_fallback=1: mismatch_kl=0.6 is past sentinel.max_kl=0.5 with FP8 rollouts")
+    assert watch.fell_back
+    late = watch.check(_report(0.7, "fp8_full", "fp32"))
+    assert late.alarms == (), "answers that were begun in FP8"
+    with pytest.raises(DivergenceError, match="at precision fp32"):
+        watch.check(_report(0.6, "fp32"))
+
+
+def test_falling_back_is_for_fp8_only() -> None:
+    with pytest.raises(DivergenceError):
+        Watch(Sentinel(on_fp8="fall_back")).check(_report(0.6, "bf16"))
+
+
+def test_figures_by_precision() -> None:
+    """Two answers of two and three tokens: log rho is -0.1 in fp32 and -0.3 in FP8."""
+    log_rho_L = torch.tensor([-0.1, -0.1, -0.3, -0.3, -0.3])
+    samples = Samples(torch.tensor([0, 0, 1, 1, 1]), 2, torch.zeros(5, dtype=torch.int64))
+    kept_L = torch.ones(5, dtype=torch.bool)
+    corrected = Corrected(
+        weight_L=log_rho_L.exp(), proximal_logp_L=log_rho_L, log_rho_L=log_rho_L, truncated_L=~kept_L, kept_L=kept_L
+    )
+    found = shares([Observed.of(corrected, samples, ["fp32", "fp8_full"])])
+    assert {share.value: (share.tokens, round(share.mismatch_kl, 6)) for share in found if share.by == "precision"} == {
+        "fp32": (2, 0.1),
+        "fp8_full": (3, 0.3),
+    }

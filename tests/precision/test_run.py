@@ -1,0 +1,45 @@
+"""Short real runs in FP8, as a user starts them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import WarmStart
+from asyncrl.data.tables import read_table
+from asyncrl.rundir import read_events
+from asyncrl.tasks.settings import ChainsTask
+from asyncrl.training.warm_start import make_model
+from tests.pipelines import helpers
+
+WORDS = ("rollout.precision=fp8_full", "algorithm.kl.coefficient=1e-6", "max_staleness=0")
+"""A KL penalty has every answer measured, also where all of a group are wrong."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(WarmStart(steps=40), ChainsTask(), 0, tmp_path_factory.mktemp("model"))
+
+
+def _shares(root: Path) -> list[dict[str, Any]]:
+    rows = read_table(root / "run" / "metrics.parquet").to_pylist()
+    return [share for row in rows for share in row["shares"] if share["by"] == "precision"]
+
+
+def test_a_run_tells_its_mismatch_by_precision(tmp_path: Path, model: Path) -> None:
+    helpers.finish(helpers.start(tmp_path, model, *WORDS))
+    shares = _shares(tmp_path)
+    assert [share["value"] for share in shares] == ["fp8_full"] * 4
+    assert all(1e-6 < share["mismatch_k3"] < 0.05 for share in shares)
+
+
+def test_a_run_falls_back_and_says_so_once(tmp_path: Path, model: Path) -> None:
+    """The bound lies between the mismatch of FP8 and that of fp32."""
+    bounds = ("sentinel.max_kl=1e-5", "sentinel.on_fp8=fall_back", "trainer.lr=1e-9")
+    output = helpers.finish(helpers.start(tmp_path, model, *WORDS, *bounds))
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event["figure"] for event in events if event["kind"] == "alarm"].count("fp8_fallback") == 1
+    assert " ".join(output.split()).count("they go on without FP8 from now on") == 1
+    shares = _shares(tmp_path)
+    assert (shares[0]["value"], shares[-1]["value"]) == ("fp8_full", "fp32")
+    assert shares[0]["mismatch_k3"] > 100 * shares[-1]["mismatch_k3"]
