@@ -76,8 +76,9 @@ class OnRay:
     ) -> T:
         import ray
 
+        known_as = f"{name}-{self._cleared}"  # a new one each time: Ray frees a dead actor's name some time later
         remote = cast(Any, ray.remote)(concurrency_groups={ASIDE: 1})(cls).options(
-            name=f"{name}-{self._cleared}" if self._cleared else name,  # Ray frees a dead actor's name some time later
+            name=known_as,
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             max_concurrency=ACTOR_CONCURRENCY,
@@ -89,7 +90,7 @@ class OnRay:
         await handle.__ray_call__.remote(_settle)
         if resources.idle_priority:
             await handle.__ray_call__.remote(_lower_priority)
-        return cast(T, _Proxy(name, handle, getattr(cls, "IDEMPOTENT", frozenset())))
+        return cast(T, _Proxy(name, known_as, getattr(cls, "IDEMPOTENT", frozenset()), handle))
 
     def clear(self) -> None:
         import ray
@@ -150,32 +151,38 @@ def _lower_priority(_: object) -> None:
 
 
 class _Proxy:
-    """Stands for an actor in another process; travels to other actors as a plain handle."""
+    """Stands for an actor in another process. It travels to other actors by name: Ray warns of handles among the
+    arguments of an actor that can be made anew."""
 
-    def __init__(self, name: str, handle: Any, idempotent: frozenset[str]) -> None:
-        """`idempotent` methods are called again when a reply is lost; they may have been served."""
+    def __init__(self, name: str, known_as: str, idempotent: frozenset[str], handle: Any = None) -> None:
+        """`known_as` to Ray. `idempotent` methods are called again when a reply is lost; they may have been served."""
         self._name = name
-        self._handle = handle
+        self._known_as = known_as
         self._idempotent = idempotent
+        self._found = handle
 
-    def __reduce__(self) -> tuple[type["_Proxy"], tuple[str, Any, frozenset[str]]]:
-        return _Proxy, (self._name, self._handle, self._idempotent)
+    def __reduce__(self) -> tuple[type["_Proxy"], tuple[str, str, frozenset[str]]]:
+        return _Proxy, (self._name, self._known_as, self._idempotent)
+
+    def handle(self) -> Any:
+        if self._found is None:
+            import ray
+
+            self._found = ray.get_actor(self._known_as)
+        return self._found
 
     def end_process(self) -> None:
         import ray
 
-        ray.kill(self._handle, no_restart=False)
-
-    def handle(self) -> Any:
-        return self._handle
+        ray.kill(self.handle(), no_restart=False)
 
     async def settle(self) -> None:
-        await self._call(self._handle.__ray_call__, "start", _settle)
+        await self._call(self.handle().__ray_call__, "start", _settle)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
-        remote = getattr(self._handle, method)
+        remote = getattr(self.handle(), method)
         if method in self._idempotent:
             remote = remote.options(max_task_retries=-1)
 
