@@ -2,6 +2,7 @@
 #   make quickstart               install, then the CPU demo
 #   make test | make lint         what CI runs
 #   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
+#   make soak                     random faults on quickstart runs for SOAK_MINUTES=30, which must still learn
 #   make bench-NAME               benchmarks/NAME.py
 #   make bench-peer-NAME          benchmarks/peers/NAME.py, after installing benchmarks/peers/requirements.txt
 PYTHON ?= python3
@@ -12,8 +13,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Further settings or options, as in: make quickstart ARGS="seed=1 max_staleness=0"
 ARGS ?=
+SOAK_MINUTES ?= 30
 
-.PHONY: quickstart test test-gpu lint format
+.PHONY: quickstart test test-gpu soak lint format
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -26,6 +28,9 @@ test: $(VENV)/.installed-test
 test-gpu: $(VENV)/.installed
 	@$(INSTALL) --editable '.[test,vllm,nccl]'
 	@$(BIN)/python -m pytest -q tests/gpu tests/engines -k "gpu or vllm" $(ARGS)
+
+soak: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES) $(ARGS)
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	@$(BIN)/ruff check

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import asyncrl
-from asyncrl import one_tree
+from asyncrl import floors, one_tree
 from asyncrl.errors import AsyncRLError
+from asyncrl.rundir import owner_only
 
 OVERRIDES = """\
 settings are given as key=value, on top of configs/base.yaml:
@@ -25,27 +26,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         one_tree.check()
+        floors.check()
     except ImportError as error:
         return _refuse(error)
     try:
-        match options.command:
-            case "run":
-                return _run(options.overrides)
-            case "plan":
-                return _plan(options.overrides, config_only=options.config)
-            case "replay":
-                return _replay(options.run, options.overrides, options.out, held_out=options.evaluate)
-            case "compare":
-                return _compare(options.runs, options.metric, options.out)
-            case "drafter":
-                return _drafter(options)
-            case _:
-                return _resume(options.run)
+        with owner_only():
+            return _execute(options)
     except AsyncRLError as error:
-        return _refuse(error)
+        return _refuse(error, error.exit_code)
     except KeyboardInterrupt:
         print("asyncrl: interrupted", file=sys.stderr)
         return 130
+
+
+def _execute(options: argparse.Namespace) -> int:
+    match options.command:
+        case "run":
+            return _run(options.overrides)
+        case "plan":
+            return _plan(options.overrides, config_only=options.config)
+        case "replay":
+            return _replay(options.run, options.overrides, options.out, held_out=options.evaluate)
+        case "compare":
+            return _compare(options.runs, options.metric, options.out)
+        case "drafter":
+            return _drafter(options)
+        case "check":
+            return _check(options.run)
+        case "chaos":
+            return _chaos(options)
+        case _:
+            return _resume(options.run)
 
 
 def _run(overrides: Sequence[str]) -> int:
@@ -120,9 +131,31 @@ def _drafter(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse(error: Exception) -> int:
+def _check(directory: Path) -> int:
+    from rich.console import Console
+
+    from pipelines.check import check, show
+
+    found = check(directory)
+    show(directory, found, Console(highlight=False, markup=False, soft_wrap=True))
+    return 0 if found.sound else 1
+
+
+def _chaos(options: argparse.Namespace) -> int:
+    from pipelines.chaos import chaos
+
+    return chaos(
+        options.overrides,
+        seed=options.seed,
+        faults=options.faults.split(","),
+        rounds=options.rounds,
+        at_least=options.at_least,
+    )
+
+
+def _refuse(error: Exception, code: int = 2) -> int:
     print(f"asyncrl: {error}", file=sys.stderr)
-    return 2
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,7 +188,21 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, nargs="?", const=Path("compare.html"), metavar="FILE", help="write curves (compare.html)"
     )
     _add_drafter(commands.add_parser("drafter", help="learn a drafting head from a recorded run, or export one"))
+    _add_chaos(
+        commands.add_parser("check", help="prove over a run's directory that nothing was lost or trained on twice"),
+        commands.add_parser("chaos", help="train while processes are killed and files damaged, then check"),
+    )
     return parser
+
+
+def _add_chaos(check: argparse.ArgumentParser, chaos: argparse.ArgumentParser) -> None:
+    check.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    chaos.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run, as in `asyncrl run`")
+    chaos.add_argument("--seed", type=int, default=0, metavar="N", help="which faults, on whom and when (0)")
+    kinds = "any of kill, stop, segv, disk, torn, flip, reply, slow_reward, nan_reward (kill,stop,segv)"
+    chaos.add_argument("--faults", default="kill,stop,segv", metavar="KIND,...", help=kinds)
+    chaos.add_argument("--rounds", type=int, default=5, metavar="K", help="how many faults (5)")
+    chaos.add_argument("--at-least", type=float, metavar="SCORE", help="held-out score that it must still reach")
 
 
 def _add_drafter(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("asyncrl", "actors", "pipelines")
 FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
+SANDBOX_CHILD = REPOSITORY / "asyncrl" / "sandbox" / "child.py"
+"""The one file that executes a text: it runs inside the sandbox."""
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 60
 
@@ -71,7 +73,7 @@ def test_no_unsafe_calls() -> None:
         for path in FILES
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         for why, pattern in UNSAFE.items()
-        if pattern.search(line)
+        if pattern.search(line) and not (path == SANDBOX_CHILD and "exec run" in why)
     ]
     assert not found
 

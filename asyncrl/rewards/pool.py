@@ -32,6 +32,9 @@ PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_L
 """Nothing else of our environment reaches the user's code: it often holds tokens and keys."""
 
 
+CLOSED = RewardFailure("reward_error", "the reward pool was closed")
+
+
 def check_function(settings: Reward) -> None:
     """Raise ConfigError unless a worker can import the reward function."""
     command, environment = _command(settings)
@@ -137,10 +140,12 @@ class _Worker:
             await self._end()
         if self._child is not None:
             return self._child
+        if self._closed:
+            return CLOSED
         self._child = child = await _Child.launch(self._settings)
         if self._closed:
             await self._end()
-            return RewardFailure("reward_error", "the reward pool was closed")
+            return CLOSED
         hello = await self._next(child, START_S)
         if isinstance(hello, RewardFailure):
             await self._end()

@@ -45,8 +45,12 @@ def finish(process: "subprocess.Popen[str]", *, timeout: float = 100) -> str:
     return output
 
 
+def start_resume(directory: Path) -> "subprocess.Popen[str]":
+    return _start([COMMAND, "resume", str(directory)])
+
+
 def resume(directory: Path) -> str:
-    return finish(_start([COMMAND, "resume", str(directory)]))
+    return finish(start_resume(directory))
 
 
 def summary(root: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_loses_nothing(tmp_path: Pa
     failed = subprocess.run(
         command, capture_output=True, text=True, timeout=100, check=False, preexec_fn=_limit_file_size
     )
-    assert failed.returncode == 2, failed.stdout + failed.stderr
+    assert failed.returncode == 6, failed.stdout + failed.stderr
     assert "nothing of this call was stored, make room" in failed.stderr
     assert "Traceback" not in failed.stderr
     assert helpers.summary(tmp_path)["status"] == "failed"

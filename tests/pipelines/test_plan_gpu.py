@@ -75,7 +75,7 @@ def test_a_budget_below_a_group_splits_it(model: Path) -> None:
 def test_nothing_on_a_gpu_needs_none(gpu: None, model: Path) -> None:
     cpu = _run(model, trainer=Trainer(device="cpu"), engine=FakeEngine())
     assert card(cpu, needs(cpu, model_config(cpu), 100)) is None
-    native = _run(model, trainer=Trainer(device="cpu"), engine=NativeEngine(memory=0.25))
+    native = _run(model, trainer=Trainer(device="cpu"), engine=NativeEngine(device="auto", memory=0.25))
     assert card(native, needs(native, model_config(native), 100)) == Card(24 * GIB, 0, 6 * GIB)
     both = _run(model, engine=NativeEngine(device="cpu"))
     found = card(both, needs(both, model_config(both), 100))
@@ -113,7 +113,7 @@ def test_auto_keeps_activations_that_fit_and_says_so(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
-    assert cli.main(["plan", "engine=native"]) == 0
+    assert cli.main(["plan", "engine=native", "engine.device=auto"]) == 0
     shown = capsys.readouterr().out
     assert "GPU: 25.8 GB; trainer at most about" in shown
     assert "(activations kept)" in shown
@@ -122,5 +122,5 @@ def test_auto_keeps_activations_that_fit_and_says_so(
     (tmp_path / "mps").mkdir()
     (tmp_path / "mps" / "control").touch()
     assert devices.mps_runs()
-    assert cli.main(["plan", "engine=native"]) == 0
+    assert cli.main(["plan", "engine=native", "engine.device=auto"]) == 0
     assert "CUDA MPS is on" in capsys.readouterr().out
