@@ -1,27 +1,25 @@
 """Which process plays which role, written down for those who look from outside."""
 
+import asyncio
 import os
 from pathlib import Path
 
 import msgspec
 
+from actors.asking import ask
 from actors.fleet import Fleet
-from actors.spawn import handle_of
 from asyncrl.rundir import replace
 
 NAME = "actors.json"
+ANSWER_S = 10.0
 
 
 async def write(fleet: Fleet, path: Path) -> None:
-    """`path` gets the process ids by role. An actor whose process is made anew later has another one."""
+    """`path` gets the process ids by role, of those who answer. A process that is made anew later has another one."""
     actors = {"buffer": fleet.buffer, "reward": fleet.reward, "trainer": fleet.trainer, **fleet.publisher.living}
-    pids = {name: await _pid(actor) for name, actor in actors.items()}
+    answers = await asyncio.to_thread(ask, actors, _own_pid, ANSWER_S)
+    pids = {name: pid for name, pid in answers.items() if isinstance(pid, int)}
     replace(path, msgspec.json.encode({"driver": os.getpid(), **pids}))
-
-
-async def _pid(actor: object) -> int:
-    handle = handle_of(actor)
-    return os.getpid() if handle is None else await handle.__ray_call__.remote(_own_pid)
 
 
 def _own_pid(_: object) -> int:

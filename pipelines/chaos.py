@@ -101,10 +101,11 @@ class Trial:
     def run(self, planned: Sequence[Fault]) -> None:
         most = len(planned) + SPARE_ATTEMPTS
         for fault in planned:
-            if not self._reach(fault.at, most):
-                break
-            time.sleep(fault.delay_s)
-            self._hit(fault)
+            while self._reach(fault.at, most):
+                time.sleep(fault.delay_s)
+                if self._hit(fault):
+                    self._done.append(f"{fault.kind} {fault.role}")
+                    break
         self._reach(2.0, most)
 
     def verdict(self, at_least: float | None) -> str:
@@ -187,23 +188,24 @@ class Trial:
 
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _hit(self, fault: Fault) -> None:
-        rng, met = random.Random(fault.seed), True
+    def _hit(self, fault: Fault) -> bool:
+        """False: it met nobody, as the run has ended in the meantime."""
+        rng = random.Random(fault.seed)
         match fault.kind:
             case "kill" | "segv" | "stop":
-                met = self._signal(fault)
+                return self._signal(fault)
             case "disk":
-                met = self._fill_disk(fault.role)
+                return self._fill_disk(fault.role)
             case "torn":
                 self._kill_driver()
-                met = damage.tear(self._trajectories, rng) is not None
+                damage.tear(self._trajectories, rng)
             case "flip":
                 self._kill_driver()
-                met = self._flip(rng)
+                self._flip(rng)
             case _:
                 self._kill_driver()
                 self._start(RAY_testing_rpc_failure=msgspec.json.encode({PUSH: LOST_REPLIES}).decode())
-        self._done.append(f"{fault.kind} {fault.role}" if met else f"({fault.kind} {fault.role} met nobody)")
+        return True
 
     def _signal(self, fault: Fault) -> bool:
         if (pid := self._find(fault.role)) is None:
@@ -242,10 +244,10 @@ class Trial:
         self._processes.end(END_S)
         self._acknowledged |= stored_slots(self._trajectories, self._run_id)
 
-    def _flip(self, rng: random.Random) -> bool:
+    def _flip(self, rng: random.Random) -> None:
         flipped = damage.flip(self._trajectories, rng)
         if flipped is None:
-            return False
+            return
         self._start()
         assert self._driver is not None
         with suppress(subprocess.TimeoutExpired):
@@ -256,4 +258,3 @@ class Trial:
             )
         self._starts -= 1  # it was meant to fail
         flipped.toggle()
-        return True
