@@ -176,8 +176,9 @@ class Trial:
         return -1.0
 
     def _size(self) -> int:
+        """Of what grows while a run makes progress."""
         found = 0
-        for path in self._directory.rglob("*") if self._directory.is_dir() else ():
+        for path in (self._log, self._directory / "events.jsonl", *self._trajectories.glob("*")):
             with suppress(FileNotFoundError):
                 found += path.stat().st_size
         return found

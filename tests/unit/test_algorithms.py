@@ -35,8 +35,9 @@ from asyncrl.algorithms.settings import (
     Rloo,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.models.head import TokenLogprobs
 from asyncrl.training.credit import Credit
-from asyncrl.training.forward import Output, PolicyForward
+from asyncrl.training.forward import PolicyForward
 from asyncrl.training.packing import PackedBatch, block, pack
 from asyncrl.types import Group, Segment, Slot, Trajectory
 
@@ -232,8 +233,8 @@ class _Policy(PolicyForward):
     def __init__(self, logp_L: Tensor) -> None:
         self._logp_L = logp_L
 
-    def __call__(self, batch: PackedBatch, *, entropy: bool = False) -> Output:
-        return Output(self._logp_L)
+    def __call__(self, batch: PackedBatch, *, entropy: bool = False) -> TokenLogprobs:
+        return TokenLogprobs(self._logp_L)
 
 
 def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
