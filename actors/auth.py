@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from asyncrl import owned
 from asyncrl.errors import ConfigError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -29,12 +30,15 @@ def own_ray() -> Generator[Path, None, None]:
     """Environment and directory of a Ray that we start. The directory stays after a failure, for Ray's logs in it."""
     tighten(_default_token())
     home = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    directory = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=home if len(home) <= LONGEST else "/tmp"))  # mode 0700
+    directory = owned.owned_directory("", Path(home if len(home) <= LONGEST else "/tmp"))
     token, inside = directory / "auth_token", directory / "ray"  # Ray opens what it is given to everybody (0777)
     _write_private(token, _fresh_token())
     try:
         with _environment({MODE: "token", TOKEN_PATH: str(token), **LOOPBACK}, without=TOKEN):
             yield inside
+    except BaseException:
+        owned.keep(directory)
+        raise
     finally:
         token.unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)

@@ -128,7 +128,8 @@ class RolloutActor:
             await self._buffer.fail(slot, "unverified", sum(map(len, answer.segments)))
             return
         if answer.finish == "abort":
-            await self._buffer.fail(slot, "timeout", sum(map(len, answer.segments)))
+            if answer.finished >= deadline:  # else the engine was closed, and a resumed run asks for it again
+                await self._buffer.fail(slot, "timeout", sum(map(len, answer.segments)))
             return
         trajectory = Trajectory(
             slot=slot,

@@ -87,10 +87,11 @@ class OnRay:
         )
         handle: Any = remote.remote(*args, **kwargs)
         self._handles.append(handle)
-        await handle.__ray_call__.remote(_settle)
+        proxy = _Proxy(name, known_as, getattr(cls, "IDEMPOTENT", frozenset()), handle)
+        await proxy.settle()
         if resources.idle_priority:
-            await handle.__ray_call__.remote(_lower_priority)
-        return cast(T, _Proxy(name, known_as, getattr(cls, "IDEMPOTENT", frozenset()), handle))
+            await proxy.run(_lower_priority)
+        return cast(T, proxy)
 
     def clear(self) -> None:
         import ray
@@ -168,7 +169,10 @@ class _Proxy:
         if self._found is None:
             import ray
 
-            self._found = ray.get_actor(self._known_as)
+            try:
+                self._found = ray.get_actor(self._known_as)
+            except ValueError:
+                raise self._dead("as nobody of its name is left") from None
         return self._found
 
     def end_process(self) -> None:
@@ -177,7 +181,11 @@ class _Proxy:
         ray.kill(self.handle(), no_restart=False)
 
     async def settle(self) -> None:
-        await self._call(self.handle().__ray_call__, "start", _settle)
+        await self.run(_settle)
+
+    async def run(self, function: Callable[[object], None]) -> None:
+        """In the actor's process."""
+        await self._call(self.handle().__ray_call__, "start", function)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
@@ -201,9 +209,14 @@ class _Proxy:
                 raise error.cause from None  # our own errors say it all; others keep the remote traceback
             raise
         except exceptions.RayActorError as error:
-            died = ActorError(f"actor {self._name} died during {method}: {error}")
-            died.actor, died.returns = self._name, isinstance(error, exceptions.ActorUnavailableError)
+            died = self._dead(f"during {method}: {error}")
+            died.returns = isinstance(error, exceptions.ActorUnavailableError)
             raise died from None
+
+    def _dead(self, how: str) -> ActorError:
+        error = ActorError(f"actor {self._name} died {how}")
+        error.actor = self._name
+        return error
 
 
 @contextmanager

@@ -136,7 +136,8 @@ def _model(run: Run, directory: RunDirectory, progress: Progress) -> Path:
 
             if not directory.model.exists():
                 progress.say(f"warm start: {run.model.steps} supervised steps on noisy worked examples")
-                make_model(run.model, run.task, run.seed, directory.model, progress.warm_start)
+                scratch = directory.model.with_name(".model.partial")  # a killed run leaves no half of a model
+                make_model(run.model, run.task, run.seed, scratch, progress.warm_start).rename(directory.model)
             return directory.model.resolve()
 
 

@@ -73,7 +73,9 @@ def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model
     scratch.rename(final)
     _sync(directory)
     for _, old in numbered(directory)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(old.with_name(f".{old.name}.old")))  # renamed: half of one must not look whole
+    for left in directory.glob(".step-*.old"):
+        shutil.rmtree(left, ignore_errors=True)
     return final
 
 
