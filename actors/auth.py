@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +29,11 @@ ANSWER_S = 5.0
 @contextmanager
 def own_ray() -> Generator[Path, None, None]:
     """Environment and directory of a Ray that we start. The directory stays after a failure, for Ray's logs in it."""
+    if "ray" in sys.modules and os.environ.get(MODE) != "token":
+        raise ConfigError(
+            "cluster=local: ray was imported before, when it reads whom it lets in; import it later, or set "
+            f"{MODE}=token before Python starts"
+        )
     tighten(_default_token())
     home = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     directory = owned.owned_directory("", Path(home if len(home) <= LONGEST else "/tmp"))

@@ -29,9 +29,17 @@ class Fleet:
     drafter: DrafterLink | None = None
 
     async def close(self) -> None:
-        """Ask everybody to end but engines that are known to be dead or hung; the cluster ends whoever does not."""
+        """Ask everybody to end but engines that are known to be dead or hung; the cluster ends whoever does not.
+
+        The buffer is last: the others may still have something for it.
+        """
         drafters = [self.drafter] if self.drafter is not None else []
-        for actor in (*self.publisher.living.values(), self.reward, *drafters, self.trainer, self.buffer):
-            with suppress(ActorError, TimeoutError):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await actor.close()
+        others = [*self.publisher.living.values(), self.reward, *drafters, self.trainer]
+        await asyncio.gather(*(_close(actor) for actor in others))
+        await _close(self.buffer)
+
+
+async def _close(actor: RolloutActor | RewardActor | DrafterLink | TrainerActor | BufferActor) -> None:
+    with suppress(ActorError, TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await actor.close()

@@ -52,6 +52,7 @@ def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, m
     assert abs(summary["mismatch_kl"]) < 1e-2, "log-probabilities are the policy's, whoever drafted"
 
 
+@pytest.mark.slow
 def test_a_drafter_on_ray_goes_on_after_a_kill(tmp_path: Path, model: Path, judge: str):
     process = helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, judge, "cluster=local", "steps=12")
     helpers.kill_after_step(process, tmp_path, 4)

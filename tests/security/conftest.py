@@ -35,7 +35,7 @@ def doors() -> Iterator[dict[str, Any]]:
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=200,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]

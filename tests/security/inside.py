@@ -55,7 +55,7 @@ def main(directory: Path, model: Path) -> None:
             facts |= look(directory, environment)
         finally:
             run.send_signal(signal.SIGINT)
-            facts["code"] = run.wait(timeout=60)
+            facts["code"] = run.wait(timeout=90)
     facts["left"] = [str(path) for path in directory.glob("asyncrl-*/auth_token")]
     facts["modes"] = {str(path.relative_to(directory)): mode(path) for path in (directory / "root").rglob("*")}
     (directory / "facts.json").write_text(json.dumps(facts))

@@ -62,6 +62,7 @@ def _check(root: Path, code: int, error: str, sentence: str) -> None:
     assert summary["error"] == f"StallError: {written['sentence']}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_stopped_process_on_ray_ends_the_run_and_is_not_left_behind(tmp_path: Path, model: Path) -> None:
     limits = ("cluster=local", "flow.stall_timeout_s=12", "checkpoint.every=1")
