@@ -18,9 +18,16 @@ async def acknowledged(
             f"version {manifest.version} was not acknowledged by every engine within {timeout_s:.0f} s"
         ) from None
     for ack in acks:
-        if (ack.version, ack.digest) != (manifest.version, manifest.digest):
-            raise WeightSyncError(
-                f"{ack.engine} acknowledged version {ack.version} with digest {ack.digest}, published was "
-                f"version {manifest.version} with digest {manifest.digest}"
-            )
+        if wrong := disagreement(ack, manifest):
+            raise WeightSyncError(wrong)
     return acks
+
+
+def disagreement(ack: WeightAck, manifest: WeightManifest) -> str:
+    """What an engine has acknowledged, if it is not what was published."""
+    if (ack.version, ack.digest) == (manifest.version, manifest.digest):
+        return ""
+    return (
+        f"{ack.engine} acknowledged version {ack.version} with digest {ack.digest}, published was version "
+        f"{manifest.version} with digest {manifest.digest}"
+    )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from actors.acknowledged import disagreement
 from actors.drafter_link import DrafterLink
 from actors.rollout import RolloutActor
 from actors.trainer import TrainerActor
@@ -163,20 +164,11 @@ class _Attempt:
         if isinstance(error, AsyncRLError):
             return self._epochs.refused(name, epoch, str(error), now)
         ack = call.result()
-        if wrong := self._wrong(ack):
+        assert self._manifest is not None
+        if wrong := disagreement(ack, self._manifest):
             return self._epochs.refused(name, epoch, wrong, now)
         self._acks[name] = ack
         return self._epochs.acknowledged(name, epoch, now)
-
-    def _wrong(self, ack: WeightAck) -> str:
-        manifest = self._manifest
-        assert manifest is not None
-        if (ack.version, ack.digest) == (manifest.version, manifest.digest):
-            return ""
-        return (
-            f"{ack.engine} acknowledged version {ack.version} with digest {ack.digest}, published was version "
-            f"{manifest.version} with digest {manifest.digest}"
-        )
 
     def close(self) -> None:
         """Wait for nobody: who has not answered by now may never do."""

@@ -18,7 +18,7 @@ from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.spot import BusyFlag
 from asyncrl.drafting.windows import encode
-from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.engines.build import on_gpu
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.precision.settings import carrier
 from asyncrl.stalls.activity import Activity
@@ -80,9 +80,7 @@ class TrainerActor:
 
     def _make_writer(self) -> Writer:
         weights = self._run.weights
-        engine = self._run.engine
-        on_gpu = isinstance(engine, VllmEngine) or (isinstance(engine, NativeEngine) and engine.device != "cpu")
-        same_card = self._learner.device.type == "cuda" and on_gpu
+        same_card = self._learner.device.type == "cuda" and on_gpu(self._run)
         best = "cuda_ipc" if same_card else "shared_memory"
         return make_writer(
             self._served_tensors,

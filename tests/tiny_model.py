@@ -81,3 +81,16 @@ def tiny_eagle3(directory: Path, *, seed: int = 0) -> dict[str, torch.Tensor]:
     config.save_pretrained(directory)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return tensors
+
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+"""The config of a real model, for sums about its size."""

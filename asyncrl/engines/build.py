@@ -25,6 +25,19 @@ def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
             return Fake(run.engine, name=name)
 
 
+def on_gpu(run: Run) -> bool:
+    """Whether the engines of a run compute on a GPU, where there is one."""
+    match run.engine:
+        case NativeEngine():
+            from asyncrl.engines.native.build import on_gpu as native_on_gpu
+
+            return native_on_gpu(run.engine, run.drafter)
+        case VllmEngine():
+            return True
+        case FakeEngine():
+            return False
+
+
 def build_vllm(
     model_path: Path, settings: VllmEngine, drafter: DrafterSettings, *, name: str, precision: str = "fp32"
 ) -> Engine:

@@ -21,6 +21,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Probe, Prompt, SendOrder, WeightManifest
+from tests.serving import serving
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +97,8 @@ async def scene(
         flow=Flow(groups_per_step=2, groups_per_take=1),
         weights=Weights(probe=probe),
     )
-    at = Scene(run, model, directory)
-    await asyncio.gather(at.reward.start(), at.rollout.start())
-    try:
+    async with serving(Scene(run, model, directory)) as at:
         yield at
-    finally:
-        await at.rollout.close()
-        await at.reward.close()
-        await at.trainer.close()
-        await at.buffer.close()
 
 
 def test_a_version_counts_with_its_digest_and_its_probe(model: Path, tmp_path: Path) -> None:

@@ -12,17 +12,8 @@ from asyncrl.tasks.settings import JsonlTask
 from pipelines import cli, estimate
 from pipelines.estimate import Card, card, model_config, needs
 from pipelines.plan import problems
+from tests.tiny_model import SMOLLM2
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 COUNT = 134_515_008
 GIB = 1 << 30
 

@@ -24,6 +24,7 @@ from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Fp8Version, Prompt, SendOrder, Trajectory, WeightManifest
 from tests.precision.test_engine import StaleScales
+from tests.serving import serving
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +79,8 @@ async def scene(model: Path, directory: Path, precision: Any) -> AsyncGenerator[
         flow=Flow(groups_per_step=2, groups_per_take=2),
         max_staleness=0,
     )
-    at = Scene(run, model, directory)
-    await asyncio.gather(at.reward.start(), at.rollout.start())
-    try:
+    async with serving(Scene(run, model, directory)) as at:
         yield at
-    finally:
-        await at.rollout.close()
-        await at.reward.close()
-        await at.trainer.close()
-        await at.buffer.close()
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_kv", "fp8_full"])

@@ -27,6 +27,7 @@ from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import Batch, training_memory
 from asyncrl.types import Group
+from tests import tiny_model
 from tests.tiny_model import tiny_checkpoint
 from tests.training import make_groups
 
@@ -37,18 +38,7 @@ SHAPES = {
     "qwen3": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
 }
 SIZES = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
-SMOLLM2 = ModelConfig.from_hf(
-    {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-    }
-)
+SMOLLM2 = ModelConfig.from_hf(tiny_model.SMOLLM2)
 
 
 @pytest.fixture(scope="module")
