@@ -41,7 +41,8 @@ class RewardActor:
 
     def situation(self) -> Situation:
         said = self._activity.situation()
-        return msgspec.structs.replace(said, judging=self._pool.judging, queued=self._pool.queued)
+        pool = self._pool
+        return msgspec.structs.replace(said, judging=pool.judging, queued=pool.queued, dropped=pool.failing)
 
     async def close(self) -> None:
         await self._pool.close()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
@@ -68,6 +69,12 @@ class RewardPool:
         owed = [judging for worker in self._workers if (judging := worker.judging) is not None]
         return tuple(sorted(owed, key=lambda judging: -judging.seconds))
 
+    @property
+    def failing(self) -> dict[str, int]:
+        """Samples without a reward whose share is still being judged, by reason: nobody else knows of them yet."""
+        judged = (result for worker in self._workers for result in worker.judged.copy())
+        return dict(Counter(result.reason for result in judged if isinstance(result, RewardFailure)))
+
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         """One result per input, in order. Calls may overlap."""
         share = min(SHARE, ceil(len(inputs) / len(self._workers))) or 1
@@ -103,6 +110,8 @@ class _Worker:
         self._closed = False
         self._owed: tuple[int, float, float] | None = None
         """Process, beginning and limit of the answer that is waited for."""
+        self.judged: list[RewardResult] = []
+        """Of the share at hand."""
 
     @property
     def judging(self) -> Judging | None:
@@ -112,11 +121,12 @@ class _Worker:
         return Judging(pid, time.monotonic() - since, limit_s, stopped=processes.state(pid) == "stopped")
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        results: list[RewardResult] = []
+        self.judged = results = []
         try:
             while len(results) < len(inputs):
                 results += await self._attempt(inputs[len(results) :])
         finally:
+            self.judged = []
             if len(results) < len(inputs):  # cancelled: the answers to come belong to nobody
                 await self._end()
         return results

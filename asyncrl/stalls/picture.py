@@ -65,6 +65,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     completed: int = 0
     """Groups that were complete at some time and have not been dropped."""
     dropped: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """By reason: of the buffer all so far, of the reward actor those of which the buffer has not been told."""
     judging: tuple[Judging, ...] = ()
     queued: int = 0
     """Shares of samples that wait for a reward process."""
