@@ -68,7 +68,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
                 directory,
                 progress.say,
                 lambda kind, fields: attempt.recorder.event(kind, **fields),
-                lambda error: summary.write(directory, attempt.recorder, status="failed", error=error),
+                lambda status, error: summary.write(directory, attempt.recorder, status=status, error=error),
             )
             with watchdog, cluster(run.cluster, cpus=run.rollout.replicas + 1) as spawner:
                 while (figures := attempt.make(run, spawner, model_path, watchdog)) is None:

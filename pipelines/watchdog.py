@@ -3,7 +3,7 @@
 A thread, as the event loop itself may be what hangs. It asks every actor a cheap question from time to time; when no
 group was completed, no step taken, no version published and no held-out prompt answered for too long, it draws the
 picture, explains it, writes `stall.txt` and `stall.json`, and ends the run: the actors that hang are killed, the others
-close in good order. If that takes too long as well, it ends the process.
+close in good order. If that takes too long as well, or an interrupted run does not end, it ends the process.
 """
 
 import asyncio
@@ -51,6 +51,8 @@ CLOSE_S = 15.0
 """For the actors that still answer to close."""
 END_S = 45.0
 """For the whole process to end."""
+INTERRUPTED = 130
+"""Exit code after SIGINT."""
 
 
 def backstop(run: Run) -> float:
@@ -67,9 +69,9 @@ class Watchdog:
         directory: RunDirectory,
         say: Callable[[str], None],
         record: Callable[[str, dict[str, Any]], None],
-        at_exit: Callable[[str], object],
+        at_exit: Callable[[str, str], object],
     ) -> None:
-        """`record` takes down events; `at_exit` is told the error before the process is ended the hard way."""
+        """`record` takes down events; `at_exit` is told status and error before the process is ended the hard way."""
         self._directory, self._say, self._record, self._at_exit = directory, say, record, at_exit
         self._limit_s = run.flow.stall_timeout_s
         self._calls = Calls(self._ended)
@@ -80,6 +82,8 @@ class Watchdog:
         self._end: asyncio.Future[None] | None = None
         self._verdict: Explanation | None = None
         self._hung: list[str] = []
+        self._leave_by: float | None = None
+        """When the process of an interrupted run has to be gone."""
         self._told: set[str] = set()
         self._looking = threading.Lock()
         self._over = threading.Event()
@@ -108,6 +112,9 @@ class Watchdog:
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._leave_by = time.monotonic() + END_S
+            raise
         finally:
             self._loop = None
             if not task.done():
@@ -136,6 +143,8 @@ class Watchdog:
         while not self._over.wait(interval):
             if (late := time.monotonic() - before - interval) > max(1.0, interval):
                 self._last = self._last[0], self._last[1] + late  # this very process was stopped, or the machine slept
+            if self._leave_by is not None and time.monotonic() > self._leave_by:
+                self._leave("interrupted", f"KeyboardInterrupt: not everything ended within {END_S:g} s", INTERRUPTED)
             with self._looking:
                 stall = self._look() if self._loop is not None else None
             if stall is not None:
@@ -188,10 +197,13 @@ class Watchdog:
             with suppress(RuntimeError):  # the run has ended in this very moment
                 loop.call_soon_threadsafe(self._end.set_result, None)
         if not self._over.wait(0.0 if hopeless else END_S):
-            self._at_exit(f"StallError: {explanation.sentence}")
-            print(f"asyncrl: {explanation.sentence}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(StallError.exit_code)
+            self._leave("failed", f"StallError: {explanation.sentence}", StallError.exit_code)
+
+    def _leave(self, status: str, error: str, code: int) -> None:
+        self._at_exit(status, error)
+        print(f"asyncrl: {error.partition(': ')[2]}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
 
     def _kill_hung(self) -> None:
         for name in self._hung:

@@ -24,7 +24,7 @@ class Telling(Watchdog):
     """Notes what it found; what was stopped goes on afterwards, and so does the run."""
 
     def __init__(self, run: Run, directory: RunDirectory) -> None:
-        super().__init__(run, directory, lambda _: None, lambda kind, fields: None, lambda _: None)
+        super().__init__(run, directory, lambda _: None, lambda kind, fields: None, lambda *_: None)
         self.found: list[Explanation] = []
 
     def end(self, explanation: Explanation, *, hopeless: bool) -> None:

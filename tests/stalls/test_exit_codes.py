@@ -29,8 +29,21 @@ def loss(*arguments, **more):
 """
 
 
-def _start(root: Path, model: Path, *overrides: str) -> "subprocess.Popen[str]":
-    words = [COMMAND, "run", *SMALL, f"model.path={model}", f"root={root}", *overrides]
+THREAD_THAT_STAYS = """
+import asyncio, time
+
+held = []
+
+def loss(tokens):
+    if not held:
+        held.append(asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000))
+    return -tokens.advantage_L * tokens.ratio
+"""
+IMPATIENT = "from pipelines import cli, watchdog; watchdog.END_S = 5.0; raise SystemExit(cli.main())"
+
+
+def _start(root: Path, model: Path, *overrides: str, command: tuple[str, ...] = (COMMAND,)) -> "subprocess.Popen[str]":
+    words = [*command, "run", *SMALL, f"model.path={model}", f"root={root}", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ASYNCRL_TEST": str(root)}
     pipe = subprocess.PIPE
     return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -49,6 +62,16 @@ def _processes(root: Path, kind: bytes) -> list[int]:
     return found
 
 
+def _until_the_first_checkpoint(root: Path, process: "subprocess.Popen[str]") -> float:
+    """Returns when that had to be there."""
+    deadline = time.monotonic() + 120
+    while not (root / "run" / "checkpoints" / "step-1").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return deadline
+
+
 def _check(root: Path, code: int, error: str, sentence: str) -> None:
     assert code == StallError.exit_code, error
     said = error.strip().splitlines()[-1]
@@ -65,13 +88,8 @@ def _check(root: Path, code: int, error: str, sentence: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_stopped_process_on_ray_ends_the_run_and_is_not_left_behind(tmp_path: Path, model: Path) -> None:
-    limits = ("cluster=local", "flow.stall_timeout_s=12", "checkpoint.every=1")
-    process = _start(tmp_path, model, *limits)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "checkpoints" / "step-1").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = _start(tmp_path, model, "cluster=local", "flow.stall_timeout_s=12", "checkpoint.every=1")
+    deadline = _until_the_first_checkpoint(tmp_path, process)
     (buffer,) = _processes(tmp_path, b"ray::BufferActor")
     os.kill(buffer, signal.SIGSTOP)
     _, error = process.communicate(timeout=90)
@@ -97,6 +115,20 @@ def test_an_event_loop_that_hangs_is_ended_from_outside(tmp_path: Path, model: P
         "\\(forward and backward for step 0\\) and takes nothing else meanwhile",
     )
     assert "mine.py" in (tmp_path / "run" / "stall.txt").read_text()
+
+
+def test_an_interrupted_run_that_will_not_end_is_ended(tmp_path: Path, model: Path) -> None:
+    """As a thread of somebody's library would keep it, for which Python waits without end."""
+    file = tmp_path / "mine.py"
+    file.write_text(THREAD_THAT_STAYS)
+    own = ("algorithm=custom", f"algorithm.function={file}:loss", "cluster=inprocess", "checkpoint.every=1")
+    process = _start(tmp_path, model, *own, command=(sys.executable, "-c", IMPATIENT))
+    _until_the_first_checkpoint(tmp_path, process)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 130, error
+    assert error.strip().splitlines()[-1] == "asyncrl: not everything ended within 5 s"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
 
 
 def test_prompts_that_are_none_are_said_to_be_none(tmp_path: Path, model: Path) -> None:
