@@ -1,6 +1,7 @@
 # Everything is installed into .venv; all that must be there is Python 3.11 or newer.
 #   make quickstart               install, then the CPU demo
 #   make test | make lint         what CI runs
+#   make test-cluster             `ray up` of three nodes on loopback addresses, as root; CI runs it too
 #   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
 #   make soak                     random faults on quickstart runs for SOAK_MINUTES=30, which must still learn
 #   make bench-NAME               benchmarks/NAME.py
@@ -15,14 +16,20 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SOAK_MINUTES ?= 30
 
-.PHONY: quickstart test test-gpu soak lint format
+.PHONY: install quickstart test test-cluster test-gpu soak lint format
 .DELETE_ON_ERROR:
+
+install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/asyncrl run experiment=quickstart name=$(NAME) $(ARGS)
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not multi_gpu and not slow" $(ARGS)
+
+# In namespaces of its own: `ray stop` and `ray down` end every Ray that they see. -rs says why, where it is skipped.
+test-cluster: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest -q -rs -o faulthandler_timeout=1200 tests/cluster $(ARGS)
 
 # On a machine with a GPU and vLLM for it: the same engine tests on CUDA, and what only a GPU can do.
 test-gpu: $(VENV)/.installed

@@ -67,6 +67,14 @@ def existing_ray(address: str) -> Generator[None, None, None]:
         yield
 
 
+def ensure_token(path: Path) -> None:
+    """A token for a cluster to be, ours alone; one that is there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        _write_private(path, _fresh_token())
+    tighten(path)
+
+
 def check_reachable(address: str, place: str) -> None:
     """Raise ConfigError unless somebody listens there: Ray itself tries for a minute."""
     host, _, port = place.rpartition(":")

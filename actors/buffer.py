@@ -20,6 +20,8 @@ from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Segment, Slot
 T = TypeVar("T")
 BYTES_PER_TOKEN = 12
 """Token id, log-probability and version."""
+BEGUN = 256
+"""Answers that are noted before it is looked which of them still run."""
 OVERHEAD_BYTES = 2048
 """Names, times and the prompt of a small task; larger samples are seen and remembered."""
 
@@ -62,6 +64,7 @@ class BufferActor:
         self._batch = _Batch()
         self._activity = Activity()
         self._begun: dict[Slot, tuple[Segment, ...]] = {}
+        self._begun_limit = BEGUN
 
     # -- producers -----------------------------------------------------------------------------------------------
 
@@ -98,8 +101,10 @@ class BufferActor:
 
     async def note(self, begun: dict[Slot, tuple[Segment, ...]]) -> None:
         """Keep what engines have sampled of answers that still run, for another to go on with if one dies."""
-        known = self._begun | begun
-        self._begun = {slot: parts for slot, parts in known.items() if self._store.awaits(slot)}
+        self._begun |= begun
+        if len(self._begun) > self._begun_limit:  # seldom: all of it is looked at, and engines are many
+            self._begun = {slot: parts for slot, parts in self._begun.items() if self._store.awaits(slot)}
+            self._begun_limit = 2 * len(self._begun) + BEGUN
 
     async def reassign(self, groups: Collection[int]) -> tuple[list[Ticket], dict[Slot, tuple[Segment, ...]]]:
         """Tickets for what is missing of groups whose engine has died, and what is known of it."""

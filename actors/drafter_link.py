@@ -1,7 +1,7 @@
 """Between the run and its drafter, without ever making the run wait: the drafter may be slow, as it has to give way."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from actors.acknowledged import acknowledged
@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.5
 class DrafterLink:
     """Runs in the driver's event loop. Every engine gets the same heads, in the same order."""
 
-    def __init__(self, drafter: DrafterActor, rollouts: Sequence[RolloutActor], *, timeout_s: float) -> None:
+    def __init__(self, drafter: DrafterActor, rollouts: Collection[RolloutActor], *, timeout_s: float) -> None:
         self._drafter = drafter
         self._rollouts = rollouts
         self._timeout_s = timeout_s

@@ -1,7 +1,7 @@
 """Who takes part in a run."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,9 +23,11 @@ class Fleet:
 
     buffer: BufferActor
     reward: RewardActor
-    engines: Mapping[str, RolloutActor]
+    engines: dict[str, RolloutActor]
+    """The same object that the publisher has: whoever joins or leaves here does so there."""
     trainer: TrainerActor
     publisher: Publisher
+    hiring: "Hiring"
     drafter: DrafterLink | None = None
 
     async def close(self) -> None:
@@ -37,6 +39,18 @@ class Fleet:
         others = [*self.publisher.living.values(), self.reward, *drafters, self.trainer]
         await asyncio.gather(*(_close(actor) for actor in others))
         await _close(self.buffer)
+
+
+@dataclass(frozen=True)
+class Hiring:
+    """How engines come and go while a run goes on."""
+
+    hire: Callable[[str], Awaitable[RolloutActor]]
+    """Places another one, under a new name; waits until the cluster has room for it."""
+    dismiss: Callable[[RolloutActor], None]
+    """Ends its process."""
+    expect: Callable[[int], None]
+    """Tells the cluster how many there should be in all, so that it can bring machines; 0: no matter any more."""
 
 
 async def _close(actor: RolloutActor | RewardActor | DrafterLink | TrainerActor | BufferActor) -> None:

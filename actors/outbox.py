@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,15 +13,28 @@ from asyncrl.rewards.base import RewardFailure, RewardInput
 from asyncrl.types import Slot, Trajectory
 
 GATHER_SECONDS = 0.05
-"""How long finished answers wait for company."""
+"""How long finished answers wait for company, at least."""
+LONGEST_SECONDS = 1.0
+CALLS_PER_SECOND = 160
+"""That the engines of a run make together: one buffer serves them all, and a call costs it more than what is in it."""
+
+
+def gather_seconds(engines: int) -> float:
+    """With many engines the answers of each wait longer, so that the buffer gets as many as before at a time."""
+    return min(max(GATHER_SECONDS, engines / CALLS_PER_SECOND), LONGEST_SECONDS)
 
 
 class Outbox:
-    def __init__(self, buffer: BufferActor, reward: RewardActor, scored: Callable[[Slot], None]) -> None:
+    def __init__(
+        self, buffer: BufferActor, reward: RewardActor, scored: Callable[[Slot], None], gather_s: float = GATHER_SECONDS
+    ) -> None:
         """`scored` is told of each answer that has its reward and now goes into the buffer."""
-        self._buffer, self._reward, self._scored = buffer, reward, scored
+        self._buffer, self._reward, self._scored, self._gather_s = buffer, reward, scored, gather_s
         self._waiting: list[tuple[RewardInput, Trajectory]] = []
         self._flushing: asyncio.Task[None]
+        self._ready: list[bytes] = []
+        self._storing: asyncio.Task[None]
+        self._one_call = asyncio.Lock()
 
     async def hand_over(self, judged: RewardInput, trajectory: Trajectory) -> None:
         """Join the next batch; its failure is that of every answer in it."""
@@ -31,7 +45,7 @@ class Outbox:
         await asyncio.shield(self._flushing)
 
     async def _flush_soon(self) -> None:
-        await asyncio.sleep(GATHER_SECONDS)
+        await asyncio.sleep(self._gather_s)
         batch, self._waiting = self._waiting, []
         await self._flush(batch)
 
@@ -45,10 +59,24 @@ class Outbox:
             else:
                 payloads.append(encode(msgspec.structs.replace(trajectory, reward=result)))
         if payloads:
-            await self._buffer.append(payloads)
+            await self._store(payloads)
+
+    async def _store(self, payloads: list[bytes]) -> None:
+        """One call to the buffer at a time: what is scored meanwhile goes with the next. So calls grow larger, and not
+        more, when the buffer has many engines to serve."""
+        if not self._ready:
+            self._storing = asyncio.create_task(self._store_next())
+            self._storing.add_done_callback(notice)
+        self._ready += payloads
+        await asyncio.shield(self._storing)
+
+    async def _store_next(self) -> None:
+        async with self._one_call:
+            ready, self._ready = self._ready, []
+            await self._buffer.append(ready)
 
 
-def notice(task: "asyncio.Task[None]") -> None:
+def notice(task: "asyncio.Task[Any]") -> None:
     """Look at a failure even if everyone who waited for it was cancelled by another one, which then is reported."""
     if not task.cancelled():
         task.exception()

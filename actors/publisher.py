@@ -56,11 +56,17 @@ class Publisher:
         required = len(rollouts) if required is None else required
         self.died: dict[str, ActorError] = {}
         """Engines that died during a publication, until somebody takes note of it."""
+        self.current: WeightManifest | None = None
+        """Of the version that counts; none before the first was published."""
         self._epochs = Epochs(tuple(rollouts), deadline_s, grace_s, required, export_s)
 
     def join(self, name: str) -> None:
-        """An engine that came back takes part from the next version on; not to be called while one is under way."""
+        """An engine that came back, or is new, takes part from the next version on; not while one is under way."""
         self._epochs.join(name)
+
+    def leave(self, name: str) -> None:
+        """An engine takes part no longer; not while a version is under way."""
+        self._epochs.leave(name)
 
     @property
     def living(self) -> dict[str, RolloutActor]:
@@ -74,6 +80,7 @@ class Publisher:
             manifest, acks = await attempt.run()
         finally:
             attempt.close()
+        self.current = manifest
         if self._drafter is not None:
             self._drafter.follow(manifest)
         gaps = [ack.probe_gap for ack in acks if ack.probe_gap is not None]

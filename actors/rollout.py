@@ -14,7 +14,8 @@ import msgspec
 import xxhash
 
 from actors.buffer import BufferActor
-from actors.outbox import GATHER_SECONDS, Outbox, notice
+from actors.notes import Notes
+from actors.outbox import Outbox, gather_seconds
 from actors.reward import RewardActor
 from actors.trial import Trial
 from asyncrl.config import Run
@@ -71,8 +72,9 @@ class RolloutActor:
         self._reward = reward
         self._tokenizer: Tokenizer = load_tokenizer(model_path)
         self._engine: Engine = build_engine(run, model_path, name=name)
-        self._outbox = Outbox(buffer, reward, lambda slot: self._activity.stage(slot, "append"))
-        self._noting: asyncio.Task[None]
+        gather_s = gather_seconds(max(run.rollout.replicas, run.elastic.max))
+        self._outbox = Outbox(buffer, reward, lambda slot: self._activity.stage(slot, "append"), gather_s)
+        self._notes = Notes(buffer)
         self._aborts: set[asyncio.Task[None]] = set()
         self._trial = Trial()
         self._evaluations = count()
@@ -81,6 +83,7 @@ class RolloutActor:
         """What running answers consist of, up to the last weight update."""
         self._served: WeightManifest | None = None
         """Of the version that the engine serves; none before the first."""
+        self._leaving = False
 
     async def start(self) -> None:
         await self._engine.start()
@@ -88,22 +91,41 @@ class RolloutActor:
     async def generate(
         self, work: list[tuple[Ticket, Prompt]], begun: Mapping[Slot, tuple[Segment, ...]] | None = None
     ) -> None:
-        """Generate the samples of these tickets; returns when each is durable or its end is recorded.
+        """Generate the samples of these tickets; returns when each is durable or its end is recorded, or, after
+        `hand_over`, the buffer knows how far it came.
 
-        `begun` is what another engine had sampled of some of them before it died; they go on from there.
+        `begun` is what another engine had sampled of some of them before it died or left; they go on from there.
         """
+        known, unfinished = begun or {}, dict[Slot, tuple[Segment, ...]]()
         async with asyncio.TaskGroup() as tasks:
             for ticket, prompt in work:
                 tokens = tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout))
                 for sample in ticket.samples:
                     slot = Slot(ticket.group, sample)
-                    first = (begun or {}).get(slot, ())
-                    sampling = self._sample(slot, prompt, tokens, first, ticket.deadline)
+                    sampling = self._sample(slot, prompt, tokens, known.get(slot, ()), ticket.deadline, unfinished)
                     tasks.create_task(self._activity.follow(slot, sampling))
+        if unfinished:
+            await self._buffer.note(unfinished)
+
+    async def hand_over(self) -> None:
+        """Generate no further: what runs is given up where it is, for others to go on with. Answers that are finished
+        are still scored and stored, and held-out ones are finished."""
+        self._leaving = True
+        for request in self._trial.under_way:
+            await self._engine.abort(request)
 
     async def _sample(
-        self, slot: Slot, prompt: Prompt, tokens: tuple[int, ...], begun: tuple[Segment, ...], deadline: float
+        self,
+        slot: Slot,
+        prompt: Prompt,
+        tokens: tuple[int, ...],
+        begun: tuple[Segment, ...],
+        deadline: float,
+        unfinished: dict[Slot, tuple[Segment, ...]],
     ) -> None:
+        if self._leaving:
+            unfinished[slot] = begun
+            return
         sampled = [token for segment in begun for token in segment.tokens.tolist()]
         request = Request(
             id=f"{slot.group}/{slot.sample}",
@@ -130,6 +152,8 @@ class RolloutActor:
         if answer.finish == "abort":
             if answer.finished >= deadline:  # else the engine was closed, and a resumed run asks for it again
                 await self._buffer.fail(slot, "timeout", sum(map(len, answer.segments)))
+            elif self._leaving:
+                unfinished[slot] = answer.segments
             return
         trajectory = Trajectory(
             slot=slot,
@@ -221,19 +245,9 @@ class RolloutActor:
                     f"{manifest.probe.tolerance:g}; {self._kept()}"
                 )
         self._served = manifest
-        self._note()
-        return msgspec.structs.replace(ack, probe_gap=gap)
-
-    def _note(self) -> None:
-        """Tell the buffer of the running answers, in case that this process dies; nobody waits for it."""
         if self._run.recovery.max_restarts:
-            self._noting = asyncio.create_task(self._note_soon())
-            self._noting.add_done_callback(notice)
-
-    async def _note_soon(self) -> None:
-        await asyncio.sleep(GATHER_SECONDS)  # what the update cut off is still on its way to its readers
-        if self._begun:
-            await self._buffer.note(dict(self._begun))
+            self._notes.begin(self._begun)
+        return msgspec.structs.replace(ack, probe_gap=gap)
 
     async def _probe(self, wanted: Probe, version: int) -> float:
         deadline = time.time() + self._run.weights.deadline_s
@@ -257,7 +271,7 @@ class RolloutActor:
         """What this engine serves, as a file for a replica that joins late."""
         if self._served is None:
             raise WeightSyncError(f"engine {self._name} has been given no version yet; ask the trainer")
-        return to_file(self._served, folder)
+        return await asyncio.to_thread(to_file, self._served, folder)  # the engine goes on meanwhile
 
     async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
         return await self._engine.load_drafter(manifest)

@@ -1,9 +1,11 @@
-"""Runs plain classes as actors. The only file, with actors/asking.py and pipelines/placement.py, that knows Ray.
+"""Runs plain classes as actors. With attaching, scheduling and asking beside it, pipelines/placement.py and
+pipelines/cluster_*.py all that knows Ray.
 
 A class is written once, with async methods; `InProcess` builds it here, `OnRay` builds it in a process of its own and
 returns a proxy with the same awaitable methods, so a pipeline cannot tell them apart and pyright checks both alike.
 """
 
+import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Generator
@@ -12,11 +14,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-import msgspec
-
-from actors import auth
+from actors import auth, scheduling
+from actors.attaching import attached
+from actors.scheduling import Resources
 from asyncrl import floors, one_tree
-from asyncrl.errors import ActorError, AsyncRLError, ConfigError
+from asyncrl.errors import ActorError, AsyncRLError
 from asyncrl.rundir import OWNER_ONLY
 
 P = ParamSpec("P")
@@ -27,25 +29,20 @@ ASIDE = "aside"
 """A thread of each actor's process that answers while its event loop computes or hangs."""
 
 
-class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """What one actor takes from the cluster."""
-
-    cpus: float = 1.0
-    gpus: float = 0.0
-    idle_priority: bool = False
-    """In a process of its own it gets only the time that nobody else wants."""
-    restarts: int = 0
-    """How often its process is made anew after it has died, with the state that it began with; -1: always."""
-    repeatable: bool = False
-    """Calls that were under way when it died are made again: right only for an actor without state."""
-
-
 class Spawner(Protocol):
     """Where actors come from."""
 
     async def spawn(
         self, name: str, resources: Resources, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
+
+    async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
+        """Places for actors that are of use only together, held until `clear`: what each is to be spawned with."""
+        ...
+
+    def end(self, actor: object) -> None:
+        """End one actor for good, whatever it does."""
+        ...
 
     def clear(self) -> None:
         """End every actor that is left."""
@@ -60,6 +57,11 @@ class InProcess:
     ) -> T:
         return cls(*args, **kwargs)
 
+    async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
+        return [each] * members
+
+    def end(self, actor: object) -> None: ...
+
     def clear(self) -> None: ...
 
 
@@ -69,6 +71,7 @@ class OnRay:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
+        self._gangs: list[Any] = []
         self._cleared = 0
 
     async def spawn(
@@ -79,26 +82,42 @@ class OnRay:
         known_as = f"{name}-{self._cleared}"  # a new one each time: Ray frees a dead actor's name some time later
         remote = cast(Any, ray.remote)(concurrency_groups={ASIDE: 1})(cls).options(
             name=known_as,
-            num_cpus=resources.cpus,
-            num_gpus=resources.gpus,
             max_concurrency=ACTOR_CONCURRENCY,
-            max_restarts=resources.restarts,
-            max_task_retries=-1 if resources.repeatable else 0,
+            **scheduling.options(resources),
         )
         handle: Any = remote.remote(*args, **kwargs)
         self._handles.append(handle)
         proxy = _Proxy(name, known_as, getattr(cls, "IDEMPOTENT", frozenset()), handle)
-        await proxy.settle()
+        try:
+            await proxy.settle()
+        except asyncio.CancelledError:  # it has no place yet, and nobody waits for it any longer
+            self.end(proxy)
+            raise
         if resources.idle_priority:
             await proxy.run(_lower_priority)
         return cast(T, proxy)
+
+    async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
+        group, places = await scheduling.reserve(each, members, timeout_s)
+        self._gangs.append(group)
+        return places
+
+    def end(self, actor: object) -> None:
+        import ray
+
+        handle = handle_of(actor)
+        ray.kill(handle)
+        self._handles.remove(handle)
 
     def clear(self) -> None:
         import ray
 
         for handle in self._handles:
             ray.kill(handle)
+        for gang in self._gangs:
+            scheduling.release(gang)
         self._handles.clear()
+        self._gangs.clear()
         self._cleared += 1
 
 
@@ -226,7 +245,7 @@ def cluster(address: str, *, cpus: float) -> Generator[Spawner, None, None]:
         yield InProcess()
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a notice about GPU visibility
-    with _own(cpus) if address == "local" else _existing(address):
+    with _own(cpus) if address == "local" else attached(address):
         yield OnRay()
 
 
@@ -242,34 +261,3 @@ def _own(cpus: float) -> Generator[None, None, None]:
             yield
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def _existing(address: str) -> Generator[None, None, None]:
-    with auth.existing_ray(address):
-        import ray
-
-        try:
-            _knock(address)
-            ray.init(address=address, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise ConfigError(f"cluster={address}: no Ray answers there ({error}); use cluster=local") from None
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-def _knock(address: str) -> None:
-    """Ask whether we are let in. `ray.init` would try for 20 s and then blame the network."""
-    from ray import _raylet, exceptions
-    from ray._private import services
-
-    place = services.canonicalize_bootstrap_address(address)
-    if place is None or "//" in place:  # nothing was found, as Ray will say; or a Ray Client, which is another door
-        return
-    auth.check_reachable(address, place)
-    try:
-        cast(Any, _raylet).GcsClient(address=place)
-    except exceptions.AuthenticationError:
-        raise auth.refused(address) from None

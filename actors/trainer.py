@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -18,19 +17,23 @@ from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.spot import BusyFlag
 from asyncrl.drafting.windows import encode
-from asyncrl.engines.build import on_gpu
+from asyncrl.engines.build import on_gpu, takes_adapters
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.precision.settings import carrier
 from asyncrl.stalls.activity import Activity
 from asyncrl.stalls.picture import Situation
 from asyncrl.training import checkpoint
+from asyncrl.training.device import rank_device
 from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.learner import Learner
+from asyncrl.training.meeting import Seat
 from asyncrl.training.probe import likeliest
+from asyncrl.training.ranks import Ranks
 from asyncrl.training.report import StepReport
 from asyncrl.training.sentinel import Watch
 from asyncrl.types import Delivery, Group, Probe, SendOrder, Trajectory, WeightManifest
 from asyncrl.weights import probe
+from asyncrl.weights.gather import Follower, Source
 from asyncrl.weights.transport import Writer, make_writer
 
 
@@ -59,13 +62,15 @@ class TrainerActor:
         buffer: BufferActor,
         drafter: DrafterActor | None = None,
         busy: Path | None = None,
+        seat: Seat | None = None,
     ) -> None:
+        """With a `seat` it is one of several ranks, and waits for the others."""
         torch.set_num_threads(run.trainer.threads)
         self._run = run
         self._model_path = model_path
         self._checkpoints = checkpoints
         self._buffer = buffer
-        self._learner = Learner(model_path, run)
+        self._learner = Learner(model_path, run, None if seat is None else _join(run, seat))
         self._watch = Watch(run.sentinel)
         self._fp8 = Fp8Publication(run, self._learner.model_config)
         self._writer = self._make_writer()
@@ -80,10 +85,12 @@ class TrainerActor:
 
     def _make_writer(self) -> Writer:
         weights = self._run.weights
+        if self._learner.ranks.rank > 0:
+            return Follower(self._source())
         same_card = self._learner.device.type == "cuda" and on_gpu(self._run)
         best = "cuda_ipc" if same_card else "shared_memory"
         return make_writer(
-            self._served_tensors,
+            self._source(),
             best if weights.transport == "auto" else weights.transport,
             prefix=self._run.name,
             folder=self._checkpoints.parent / "weights",
@@ -110,10 +117,11 @@ class TrainerActor:
             self._sending = asyncio.create_task(self._drafter.collect(encode(windows)))
             self._sending.add_done_callback(notice)  # a dead drafter is the run's business
 
-    def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _source(self) -> Source:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""
         narrow = carrier(self._run.rollout.precision, self._run.engine) == "bf16"
-        return self._learner.served_tensors(torch.bfloat16 if narrow else torch.float32)
+        only = bool(self._run.trainer.lora.rank) and takes_adapters(self._run)
+        return self._learner.source(torch.bfloat16 if narrow else torch.float32, adapters_only=only)
 
     async def restore(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of optimizer steps it holds."""
@@ -182,6 +190,14 @@ class TrainerActor:
 
     async def close(self) -> None:
         self._writer.close()
+        self._learner.ranks.leave()
+
+
+def _join(run: Run, seat: Seat) -> Ranks:
+    """Returns when all ranks are there."""
+    from asyncrl.training.fsdp import FsdpRanks  # seconds, which a trainer that is alone does not spend
+
+    return FsdpRanks(seat, rank_device(run.trainer.device, seat.rank))
 
 
 def _groups(payloads: list[bytes]) -> list[Group]:

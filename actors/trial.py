@@ -28,6 +28,10 @@ class Trial:
             self._running.discard(request)
             self._spoiled.discard(request)
 
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        return tuple(self._running)
+
     async def spoiled(self, request: str) -> bool:
         """Whether the answer is worthless; waits for the verdict, if one is due."""
         await self._over.wait()

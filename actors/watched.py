@@ -107,6 +107,13 @@ class WatchedSpawner:
         self._calls.actors[name] = actor
         return cast(T, Watched(name, actor, self._calls))
 
+    async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
+        return await self._spawner.gang(each, members, timeout_s)
+
+    def end(self, actor: object) -> None:
+        self._calls.actors = {name: each for name, each in self._calls.actors.items() if each is not itself(actor)}
+        self._spawner.end(itself(actor))
+
     def clear(self) -> None:
         self._calls.actors.clear()
         self._spawner.clear()

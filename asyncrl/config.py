@@ -13,11 +13,15 @@ from asyncrl.algorithms.settings import Algorithm, Correction, Grpo, Importance,
 from asyncrl.drafting.settings import DrafterSettings, NoDrafter
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.errors import ConfigError
+from asyncrl.flow.elastic_settings import Concurrency, Elastic, check_pool
 from asyncrl.flow.settings import FixedStaleness, StalenessControl
+from asyncrl.placement import Placement
 from asyncrl.precision.settings import RolloutPrecision, check_precision
 from asyncrl.refusals import explain, unknown_keys
 from asyncrl.settings import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
 from asyncrl.tasks.settings import ChainsTask, ReasoningGymTask, TaskSettings, check_judge
+from asyncrl.training.settings import Trainer, check_trainer
+from asyncrl.weights.settings import Weights, check_weights
 
 
 class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
@@ -59,6 +63,7 @@ class Rollout(RolloutPrecision, frozen=True):
     """How answers are generated."""
 
     replicas: Positive = 1
+    """Engines; with `elastic.max` those that the run begins with."""
     group_size: Positive = 8
     max_tokens: Positive = 256
     temperature: NonNegative = 1.0
@@ -84,29 +89,6 @@ class Flow(Settings, frozen=True):
     """No progress for this long ends the run with a diagnosis."""
 
 
-class Trainer(Settings, frozen=True):
-    """The optimizer and its batches."""
-
-    lr: AboveZero = 1e-6
-    warmup_steps: Natural = 0
-    weight_decay: NonNegative = 0.0
-    beta1: Probability = 0.9
-    beta2: Probability = 0.99
-    grad_clip: AboveZero = 1.0
-    token_budget: Positive = 8192
-    """Tokens of one forward and backward."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the computation; master weights are always fp32."""
-    checkpoint_activations: bool | Literal["auto"] = "auto"
-    """Keep only each layer's input for the backward and compute the rest again: a third more work, a fraction of the
-    memory. `auto` does it on a GPU whose share for the trainer would not hold everything."""
-    logits_bytes: Positive = 1 << 30
-    """Largest block of fp32 logits at a time; those of more tokens are made in chunks, and again in the backward."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is the first GPU where there is one."""
-    threads: Positive = 1
-
-
 class Sentinel(Settings, frozen=True):
     """When a run stops by itself, because it cannot learn any more."""
 
@@ -126,21 +108,6 @@ class Buffer(Settings, frozen=True):
     max_bytes: Positive = 1 << 30
     """Bytes of trajectories admitted but not yet consumed; admission waits above it."""
     segment_bytes: Positive = 64 << 20
-
-
-class Weights(Settings, frozen=True):
-    """How new weights reach the engines, and what proves that they did."""
-
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "file"] = "auto"
-    """`auto` is CUDA IPC where trainer and engine share a GPU, else shared memory. `nccl` broadcasts between GPUs;
-    `file` needs a disk that all hosts see under the run's directory."""
-    deadline_s: AboveZero = 120.0
-    """A version that an engine has not loaded, and shown to compute right, after this is sent once more, then the run
-    stops."""
-    probe: bool = True
-    """Compare log-probabilities after fixed prompts, between trainer and engine, before a version counts."""
-    delta: bool = False
-    """Send only the elements that changed, where that is less; for `nccl` and `file`."""
 
 
 class Recovery(Settings, frozen=True):
@@ -193,6 +160,9 @@ class Run(Settings, frozen=True):
     task: TaskSettings = ChainsTask()
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
+    elastic: Elastic = Elastic()
+    concurrency: Concurrency = Concurrency()
+    placement: Placement = Placement()
     flow: Flow = Flow()
     trainer: Trainer = Trainer()
     sentinel: Sentinel = Sentinel()
@@ -244,7 +214,9 @@ def check(run: Run) -> None:
     _check_normalized_weights(run)
     check_precision(run)
     _check_drafter(run)
-    _check_weights(run)
+    check_weights(run)
+    check_pool(run)
+    check_trainer(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     if isinstance(run.task, ReasoningGymTask) and run.task.examples and not run.rollout.chat:
@@ -276,23 +248,3 @@ def _check_drafter(run: Run) -> None:
     trees = [strategy for strategy in (run.drafter.strategy, *run.drafter.adaptive.strategies) if strategy.is_tree]
     if trees and isinstance(run.engine, VllmEngine):
         raise ConfigError(f"drafter.top_k={trees[0].top_k} drafts trees, which vLLM cannot check; use drafter.top_k=1")
-
-
-def _check_weights(run: Run) -> None:
-    weights = run.weights
-    if weights.delta and weights.transport not in ("nccl", "file"):
-        raise ConfigError(
-            f"weights.delta=true saves bytes that are sent, but with weights.transport={weights.transport} engines "
-            "read the trainer's own memory; use weights.delta=false, or weights.transport=nccl or file"
-        )
-    if weights.transport not in ("cuda_ipc", "nccl"):
-        return
-    if run.trainer.device == "cpu" or (isinstance(run.engine, NativeEngine) and run.engine.device == "cpu"):
-        raise ConfigError(
-            f"weights.transport={weights.transport} is for trainer and engine on GPUs; use weights.transport=auto"
-        )
-    if weights.transport == "nccl" and isinstance(run.engine, VllmEngine) and run.engine.tensor_parallel > 1:
-        raise ConfigError(
-            f"weights.transport=nccl reaches one GPU of each engine, and engine.tensor_parallel="
-            f"{run.engine.tensor_parallel}; use weights.transport=auto or file"
-        )

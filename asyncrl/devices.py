@@ -13,6 +13,15 @@ def has_gpu() -> bool:
     return Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
 
 
+def gpu_count() -> int:
+    """NVIDIA GPUs that are visible to this process."""
+    if not has_gpu():
+        return 0
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(visible.split(","))
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def gpu_memory() -> int | None:
     """Bytes of the first visible GPU, as its driver says; None where there is none or nobody can tell."""
     if not has_gpu():

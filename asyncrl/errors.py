@@ -77,3 +77,9 @@ class DivergenceError(AsyncRLError, ArithmeticError):
     """Learning has gone wrong past its bounds; the message holds the diagnosis."""
 
     exit_code = 7
+
+
+class ClusterError(AsyncRLError, ConnectionError):
+    """A cluster could not be brought up, reached or taken down; the message says at which stage."""
+
+    exit_code = 9

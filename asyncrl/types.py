@@ -258,6 +258,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     reprefilled_tokens: int
     steps: int
     busy_seconds: float
+    preempted: int = 0
+    """Requests that lost their place in the KV cache and were computed again."""
     drafts: int = 0
     """Steps of single answers that verified a draft."""
     drafted_tokens: int = 0

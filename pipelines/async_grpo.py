@@ -15,6 +15,8 @@ A resumed run first replays the recorded deliveries, then generation begins.
 
 import asyncio
 import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from actors.fleet import Fleet
 from actors.publisher import Published
@@ -23,6 +25,7 @@ from asyncrl.config import Run
 from asyncrl.flow.controller import Decision, StalenessController
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
+from pipelines.elastic import Pool, Waits, tune
 from pipelines.evaluate import evaluate
 from pipelines.recorder import Recorder
 from pipelines.replicas import Replicas
@@ -45,6 +48,7 @@ class AsyncGrpo:
         self._may_generate = asyncio.Event()
         self._one_version = asyncio.Lock()
         self._replicas = Replicas(run, fleet, task, recorder, self._publish)
+        self._waits = Waits()
         self._publishing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -55,6 +59,7 @@ class AsyncGrpo:
         self._recorder.begin()
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(self._generate()), tasks.create_task(self._replicas.watch())]
+            beside += [tasks.create_task(each) for each in self._scaling()]
             if self._fleet.drafter is not None:
                 beside.append(
                     tasks.create_task(self._fleet.drafter.serve(self._recorder.drafter, self._recorder.drafter_lost))
@@ -69,6 +74,27 @@ class AsyncGrpo:
         self._recorder.end()
         await self._evaluate(self._run.steps)
 
+    def _scaling(self) -> Iterator[Coroutine[Any, Any, None]]:
+        if self._run.concurrency.adaptive:
+            yield tune(self._run, self._fleet, self._replicas)
+        if self._run.elastic.on:
+            yield self._scale()
+
+    async def _scale(self) -> None:
+        """Engines come and go as trainer and engines wait for each other."""
+        await self._may_generate.wait()
+        per_version = self._run.samples_per_step
+        await Pool(
+            self._run,
+            self._fleet,
+            self._replicas,
+            self._recorder,
+            self._waits,
+            one_version=self._one_version,
+            refit=self._publish,
+            places=lambda: (self._controller.decision.effective_staleness + 1) * per_version,
+        ).run()
+
     async def _generate(self) -> None:
         """Admit groups as fast as places come free, and share them out over the engines."""
         await self._may_generate.wait()
@@ -77,7 +103,8 @@ class AsyncGrpo:
             tickets = await buffer.reissue()
             while True:
                 await self._replicas.share(tickets, work)
-                tickets = await buffer.admit(timeout_s=self._run.flow.stall_timeout_s)
+                with self._waits.rollout():
+                    tickets = await buffer.admit(timeout_s=self._run.flow.stall_timeout_s)
 
     async def _train_step(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Forward and backward on complete groups while the rest is generated; one update when the quota is in."""
@@ -87,11 +114,12 @@ class AsyncGrpo:
         while taken < flow.groups_per_step:
             await self._end_replay()
             begun = time.time()
-            delivery = await fleet.buffer.take(
-                min_groups=flow.groups_per_take,
-                max_groups=flow.groups_per_step - taken,
-                timeout_s=backstop(self._run),
-            )
+            with self._waits.trainer():
+                delivery = await fleet.buffer.take(
+                    min_groups=flow.groups_per_take,
+                    max_groups=flow.groups_per_step - taken,
+                    timeout_s=backstop(self._run),
+                )
             waited += time.time() - begun
             self._recorder.span("wait_batch", begun, step=step, groups=len(delivery.groups))
             done.append(await fleet.trainer.accumulate(delivery))

@@ -51,10 +51,14 @@ def _execute(options: argparse.Namespace) -> int:
             return _compare(options.runs, options.metric, options.out)
         case "drafter":
             return _drafter(options)
+        case "submit":
+            return _submit(options)
         case "check":
             return _check(options.run)
         case "chaos":
             return _chaos(options)
+        case "simulate":
+            return _simulate(options)
         case _:
             return _resume(options.run)
 
@@ -72,15 +76,19 @@ def _plan(overrides: Sequence[str], *, config_only: bool) -> int:
     from rich.console import Console
 
     from pipelines.compose import compose, to_yaml
-    from pipelines.plan import preflight, show
+    from pipelines.plan import preflight
+    from pipelines.plan_show import show
 
     run = compose(overrides)
     if config_only:
         print(to_yaml(run), end="")
         return 0
+    from pipelines.placement import look
+
     console = Console(highlight=False, markup=False)
-    show(run, console)
-    preflight(run)
+    offer = look(run)
+    show(run, console, offer)
+    preflight(run, offer)
     console.print(f"nothing stands in its way: asyncrl run {' '.join(overrides)}")
     return 0
 
@@ -101,6 +109,8 @@ def _replay(directory: Path, overrides: Sequence[str], out: Path | None, *, held
         print(f"identical: {done.steps} steps again, weights {done.digest}")
         return 0
     print(f"different: {done.steps} steps again, weights {done.digest}, recorded {done.recorded}")
+    if done.ranks > 1:
+        print(f"the run had trainer.ranks={done.ranks}; in one, sums are rounded in another order")
     return 0 if overrides else 1
 
 
@@ -131,6 +141,18 @@ def _drafter(options: argparse.Namespace) -> int:
     return 0
 
 
+def _submit(options: argparse.Namespace) -> int:
+    from pipelines import submit
+
+    if options.follow:
+        return submit.follow(options.cluster, options.follow)
+    if options.stop:
+        return submit.stop(options.cluster, options.stop)
+    if options.resume:
+        return submit.resume(options.cluster, options.resume, down=options.down)
+    return submit.submit(options.cluster, options.overrides, down=options.down)
+
+
 def _check(directory: Path) -> int:
     from rich.console import Console
 
@@ -151,6 +173,16 @@ def _chaos(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         at_least=options.at_least,
     )
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from pipelines import simulate
+
+    given = {name: getattr(options, name) for name in simulate.Options.__struct_fields__}
+    simulate.run(simulate.Options(**given), Console(highlight=False, markup=False))
+    return 0
 
 
 def _refuse(error: Exception, code: int = 2) -> int:
@@ -188,11 +220,43 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, nargs="?", const=Path("compare.html"), metavar="FILE", help="write curves (compare.html)"
     )
     _add_drafter(commands.add_parser("drafter", help="learn a drafting head from a recorded run, or export one"))
+    _add_submit(commands.add_parser("submit", help="bring a cluster up with `ray up`, train on it, follow the log"))
     _add_chaos(
         commands.add_parser("check", help="prove over a run's directory that nothing was lost or trained on twice"),
         commands.add_parser("chaos", help="train while processes are killed and files damaged, then check"),
     )
+    _add_simulate(
+        commands.add_parser("simulate", help="size a cluster on a virtual clock: throughput, waits, the best split")
+    )
     return parser
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings of the run, and of the costs: profile.KEY=VALUE"
+    )
+    parser.add_argument("--from", dest="from_run", type=Path, metavar="RUN", help="measure the costs in this directory")
+    parser.add_argument("--profile", metavar="FILE", help="costs from a file, or one of those in configs/profile")
+    parser.add_argument("--gpus", type=int, metavar="N", help="split so many between engines and trainer")
+    parser.add_argument("--trainer-gpus", type=int, metavar="N", help="this split only")
+    parser.add_argument("--steps", type=int, metavar="N", help="to simulate, after the warm-up")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the costs, to be edited and given to --profile"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write a picture of throughput against the split")
+
+
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "cluster", type=Path, metavar="CLUSTER.yaml", help="such as configs/cluster/local.yaml, filled in"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run, as in `asyncrl run`")
+    parser.add_argument("--down", action="store_true", help="at its end fetch the run to runs/NAME and `ray down`")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--resume", metavar="NAME", help="instead continue a run of this cluster")
+    instead.add_argument("--follow", metavar="NAME", help="instead follow the log of one that was submitted before")
+    instead.add_argument("--stop", metavar="NAME", help="instead interrupt one")
 
 
 def _add_chaos(check: argparse.ArgumentParser, chaos: argparse.ArgumentParser) -> None:

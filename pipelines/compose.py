@@ -22,20 +22,26 @@ from asyncrl.errors import ConfigError
 from asyncrl.refusals import did_you_mean
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()
+NO_GROUP = "cluster"
+"""A plain setting although configs/cluster/ is there: the files in it are Ray's. Hydra would take it for a choice."""
 
 
 def compose(overrides: Sequence[str]) -> Run:
     """The run that `configs/base.yaml` and `overrides` describe, checked."""
     normal = [_normal(override) for override in overrides]
+    cluster = [override for override in normal if override.startswith(f"++{NO_GROUP}=")]
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose("base", normal)
+            composed = hydra.compose("base", [override for override in normal if override not in cluster])
         raw = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} is required: give it as {error.full_key}=VALUE") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot compose {' '.join(overrides)}: {_first_line(error)}") from None
-    return load(_with_engine(cast(dict[str, Any], raw)))
+    found = _with_engine(cast(dict[str, Any], raw))
+    for override in cluster:
+        found[NO_GROUP] = OverridesParser.create().parse_override(override).value()
+    return load(found)
 
 
 def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +111,7 @@ def _normal(text: str) -> str:
     if key.partition(".")[0] == "hydra":
         raise ConfigError(f"unknown key {key}: Hydra itself cannot be configured here")
     text = text.lstrip("+")
-    if not (CONFIGS / key).is_dir() or isinstance(value, dict):
+    if key == NO_GROUP or not (CONFIGS / key).is_dir() or isinstance(value, dict):
         return f"++{text}"
     choices = [path.stem for path in (CONFIGS / key).glob("*.yaml")]
     if value not in choices:

@@ -171,3 +171,12 @@ def _kv_cache(engine: EngineSettings, full: int) -> int:
             return 0 if has_gpu() else size << 30
         case FakeEngine():
             return 0
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

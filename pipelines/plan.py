@@ -1,4 +1,4 @@
-"""What would run, and what stands in its way, before anything expensive starts."""
+"""What stands in the way of a run, before anything expensive starts."""
 
 import math
 import os
@@ -9,42 +9,36 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from asyncrl import floors
 from asyncrl.algorithms.settings import CustomAlgorithm, CustomCorrection
 from asyncrl.config import Checkpoint, Run, WarmStart, check
-from asyncrl.devices import has_avx512, has_gpu, mps_runs
+from asyncrl.devices import has_avx512, has_gpu
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.settings import FakeEngine, VllmEngine
 from asyncrl.engines.vllm import environment, versions
-from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, MissingDependencyError
+from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.functions import load_function
-from asyncrl.models.config import ModelConfig
-from asyncrl.precision.memory import footprints
-from asyncrl.precision.settings import carrier, model_problems, numerics
+from asyncrl.placement import Offer, demands, missing
+from asyncrl.precision.settings import model_problems, numerics
 from asyncrl.rewards.pool import check_function
 from asyncrl.tasks.settings import ChainsTask
-from pipelines.estimate import Needs, card, longest_prompt, model_config, needs
+from pipelines.estimate import Needs, card, longest_prompt, model_config, needs, size
 
 SHARED_MEMORY = Path("/dev/shm")
-REFERENCE_CARD = 80 * 10**9
-"""Memory of a GPU that precisions are compared on where none is here."""
 ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 
-def preflight(run: Run) -> None:
-    """Raise ConfigError with everything that would make the run fail."""
+def preflight(run: Run, offer: Offer | None = None) -> None:
+    """Raise ConfigError with everything that would make the run fail; `offer` is what the cluster has, if known."""
     check(run)
-    found = problems(run)
+    found = problems(run, offer)
     if len(found) > 1:
         raise ConfigError("\n  - ".join([f"{len(found)} problems", *found]))
     if found:
         raise ConfigError(found[0])
 
 
-def problems(run: Run) -> list[str]:
+def problems(run: Run, offer: Offer | None = None) -> list[str]:
     """A sentence for each thing that stands in the way, with the way out; empty when nothing does."""
     return [
         *floors.problems(),
@@ -54,6 +48,7 @@ def problems(run: Run) -> list[str]:
         *_weights(run),
         *_functions(run),
         *_model(run),
+        *(_placement(run, offer) if offer is not None else ()),
     ]
 
 
@@ -69,6 +64,11 @@ def _place(run: Run) -> Iterator[str]:
 def _cluster(run: Run) -> Iterator[str]:
     if run.cluster not in ("local", "auto", "inprocess") and not ADDRESS.fullmatch(run.cluster):
         yield f"cluster={run.cluster} is neither local, auto, inprocess nor an address such as 10.0.0.1:6379"
+
+
+def _placement(run: Run, offer: Offer) -> Iterator[str]:
+    if not run.placement.wait_s:
+        yield from missing(list(demands(run, offer).values()), offer)
 
 
 def _engine(run: Run) -> Iterator[str]:
@@ -199,102 +199,3 @@ def _card(run: Run, required: Needs) -> Iterator[str]:
 def _existing(path: Path) -> Path:
     """The closest place above `path` that is there."""
     return next(place for place in (path.resolve(), *path.resolve().parents) if place.exists())
-
-
-def show(run: Run, console: Console) -> None:
-    """Print who would run, what one step is made of, and what moves between the actors."""
-    groups, samples = run.flow.groups_per_step, run.rollout.group_size
-    console.print(f"{run.name}: {run.steps} steps into {Path(run.root) / run.name}", style="bold")
-    console.print(
-        f"1 step = {groups} prompts x {samples} = {run.samples_per_step} samples; "
-        f"training begins with the first {run.flow.groups_per_take} complete groups; "
-        f"up to {run.capacity_groups} groups admitted ahead; {_staleness(run)}"
-    )
-    try:
-        model = model_config(run)
-        prompt = longest_prompt(run)
-    except AsyncRLError:
-        return  # `preflight` says why
-    required = needs(run, model, prompt)
-    console.print(
-        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published in "
-        f"{carrier(run.rollout.precision, run.engine)}; longest prompt with its answer "
-        f"{prompt + run.rollout.max_tokens} tokens"
-    )
-    console.print(_actors(run, required), _edges(run, required), _precisions(run, model, required))
-    total = run.steps * required.trajectories
-    console.print(
-        f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk at most "
-        f"{size((run.checkpoint.keep + 1) * required.checkpoint)} of checkpoints and {size(total)} of trajectories"
-    )
-    _show_card(run, required, console)
-
-
-def _show_card(run: Run, required: Needs, console: Console) -> None:
-    found = card(run, required)
-    if found is None:
-        return
-    console.print(
-        f"GPU: {size(found.total)}; trainer at most about {size(found.trainer)}, of which {size(required.training)} "
-        f"for training ({'activations computed again' if required.recompute else 'activations kept'}); engines "
-        f"{size(found.engines)}; {size(found.total - found.trainer - found.engines)} left"
-    )
-    if found.trainer and found.engines:
-        console.print(
-            "CUDA MPS is on: kernels of trainer and engines run side by side"
-            if mps_runs()
-            else "CUDA MPS is off: trainer and engines take turns on the card. `nvidia-cuda-mps-control -d` turns it on"
-        )
-
-
-def _staleness(run: Run) -> str:
-    if run.max_staleness == 0:
-        return "synchronous: every token is of the version that is trained"
-    return f"the oldest token at most {run.max_staleness} version{'s' * (run.max_staleness > 1)} old"
-
-
-def _actors(run: Run, required: Needs) -> Table:
-    table = Table("actor", "processes", "CPUs each", "memory each, at most about", title="actors", title_justify="left")
-    threads = 1 if isinstance(run.engine, FakeEngine) else run.engine.threads
-    kv = f"KV cache {size(required.kv_cache)}"
-    optimizer = f"weights, gradients and Adam {size(required.optimizer)}, activations {size(required.activations)}"
-    rows = [
-        (f"rollout ({run.engine.__struct_config__.tag})", run.rollout.replicas, threads, required.rollout, kv),
-        (f"trainer ({run.algorithm.__struct_config__.tag})", 1, run.trainer.threads, required.trainer, optimizer),
-    ]
-    for name, processes, cpus, memory, parts in rows:
-        table.add_row(name, str(processes), str(cpus), f"{size(memory)} ({parts})")
-    table.add_row("buffer", "1", "shared", f"up to {size(run.buffer.max_bytes)} of trajectories, on disk")
-    table.add_row("reward", f"1 + {run.reward.workers}", "shared", run.reward.function)
-    return table
-
-
-def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
-    """What an engine on a GPU takes; on a CPU FP8 is simulated in floats, and saves nothing."""
-    found = card(run, required)
-    room = found.engines // run.rollout.replicas if found is not None and found.engines else REFERENCE_CARD
-    title = f"rollout.precision: an engine with {size(room)} of a GPU"
-    table = Table("precision", "weights", "KV cache per token", "KV tokens", title=title, title_justify="left")
-    for each in footprints(model, required.parameters, run.rollout.fp8):
-        mark = " (chosen)" if each.precision == run.rollout.precision else ""
-        tokens = f"{each.tokens(room):,}" if each.tokens(room) else "none: the weights do not fit"
-        table.add_row(f"{each.precision}{mark}", size(each.weights), size(each.kv_token), tokens)
-    return table
-
-
-def _edges(run: Run, required: Needs) -> Table:
-    table = Table("edge", "each step", title="traffic", title_justify="left")
-    table.add_row("rollout -> buffer -> trainer", f"at most {size(required.trajectories)} of trajectories")
-    table.add_row(
-        f"trainer -> {run.rollout.replicas} x rollout", f"{size(required.published)} of weights, read by each"
-    )
-    return table
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

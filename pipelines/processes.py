@@ -30,7 +30,7 @@ class Processes:
         titles = dict(self._living())
         if known.get(role) in titles:
             return known[role]
-        title = f"ray::{CLASSES.get(role, 'RolloutActor')}"
+        title = f"ray::{CLASSES.get(role.split('-')[0], 'RolloutActor')}"
         return next((pid for pid, text in titles.items() if text.startswith(title)), None)
 
     def end(self, timeout_s: float) -> None:

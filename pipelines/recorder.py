@@ -111,6 +111,7 @@ class Recorder:
             "sync_seconds": published.seconds if published else 0.0,
             "reprefilled_tokens": published.reprefilled_tokens if published else 0,
             "generated_tokens": self._generated_before + self._generated.total(),
+            "replicas": len(stats),
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
             **_drafting(stats),
@@ -131,13 +132,16 @@ class Recorder:
     async def _stats(self, fleet: Fleet) -> list[EngineStats]:
         """Of the engines that answer; the count of one that was started again begins anew."""
         found: list[EngineStats] = []
-        for name, rollout in fleet.engines.items():
+        for name, rollout in list(fleet.engines.items()):
             with suppress(ActorError):
                 found.append(await rollout.stats())
-                if found[-1].generated_tokens < self._generated[name]:
-                    self._generated_before += self._generated[name]
-                self._generated[name] = found[-1].generated_tokens
+                self._count(name, found[-1])
         return found
+
+    def _count(self, name: str, stats: EngineStats) -> None:
+        if stats.generated_tokens < self._generated[name]:
+            self._generated_before += self._generated[name]
+        self._generated[name] = stats.generated_tokens
 
     def _warn(self, report: StepReport) -> None:
         """Say an alarm when it begins, not in every step that it lasts."""
@@ -165,6 +169,16 @@ class Recorder:
         """An engine died, and is brought back."""
         self.event("engine_lost", engine=engine, reason=reason)
         self._progress.say(f"{engine} died and is started again; its answers go on elsewhere")
+
+    def resized(self, size: int, wanted: int, reason: str) -> None:
+        """The elastic pool is to have another size."""
+        self.event("pool_resized", size=size, wanted=wanted, reason=reason)
+        self._progress.say(f"{'more' if wanted > size else 'fewer'} engines, {size} -> {wanted}: {reason}")
+
+    def left(self, engine: str, stats: EngineStats | None) -> None:
+        """An engine goes; what it generated stays in the count."""
+        if stats is not None:
+            self._count(engine, stats)
 
     def restart(self, reason: str) -> None:
         """An actor died that the run cannot do without."""

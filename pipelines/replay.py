@@ -16,7 +16,6 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors.torch import load_file
 
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
@@ -24,7 +23,7 @@ from actors.rollout import RolloutActor
 from asyncrl.buffer.reader import read_deliveries, read_run
 from asyncrl.config import Checkpoint, Run
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.models.checkpoint import WEIGHTS, save_model
+from asyncrl.models.checkpoint import save_model
 from asyncrl.rewards.pool import check_function
 from asyncrl.rundir import RunDirectory, replace
 from asyncrl.tasks.base import make_task
@@ -48,6 +47,8 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the run's own weights after as many steps."""
     scores: Scores | None = None
     """Of the replayed weights on the run's held-out prompts, where they were asked for."""
+    ranks: int = 1
+    """Of the run; a replay has one, which takes sums in another order than several."""
 
     @property
     def identical(self) -> bool:
@@ -119,7 +120,8 @@ def _train(
     done = Replayed(
         steps=steps,
         digest=digest_tensors(sorted(learner.tensors())),
-        recorded=digest_tensors(sorted(load_file(recorded / WEIGHTS).items())),
+        ranks=run.trainer.ranks,
+        recorded=digest_tensors(sorted(checkpoint.weights(recorded).items())),
     )
     return done, rows
 

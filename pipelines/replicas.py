@@ -6,11 +6,12 @@
              what it had not finished goes to the others, each answer from where it was at the last weight update;
              the process is made anew, started, given the current weights, and takes part again
 
+An engine that is told to leave (pipelines/elastic.py) hands its answers over in the same way.
 Only a dead process is replaced. One that hangs is the watchdog's business.
 """
 
 import asyncio
-from collections import Counter
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from asyncrl.errors import ActorError, EngineError, WeightSyncError
 from asyncrl.flow.health import FleetHealth
 from asyncrl.tasks.base import Task
 from asyncrl.types import Segment, Slot, Ticket
+from pipelines.load import Load
 from pipelines.recorder import Recorder
 
 RESUME = "`asyncrl resume` continues from the last checkpoint"
@@ -39,41 +41,52 @@ class Replicas:
         """`refit` calls `publish`, and tells everybody who has to know."""
         self._run, self._fleet, self._task, self._recorder, self._refit = run, fleet, task, recorder, refit
         self._actors = fleet.engines
-        self._health = FleetHealth(tuple(self._actors), run.recovery.max_restarts)
+        self.health = FleetHealth(tuple(self._actors), run.recovery.max_restarts)
+        self.load = Load(run)
+        self._one_by_one = run.elastic.on or run.concurrency.adaptive
+        """Each group is a call of its own, so that what an engine holds is known to the group."""
         self._changed = asyncio.Condition()
-        self._load = Counter[str]()
         self._recovering: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def share(self, tickets: Sequence[Ticket], work: asyncio.TaskGroup, begun: Begun | None = None) -> None:
-        """Begin to generate; waits only while no engine serves."""
-        await self._some(lambda: self._health.serving)
-        shares: dict[str, list[Ticket]] = {}
-        for ticket in tickets:
-            name = min(self._health.serving, key=lambda each: self._load[each])
-            self._load[name] += len(ticket.samples)
-            shares.setdefault(name, []).append(ticket)
-        for name, share in shares.items():
-            work.create_task(self._generate(name, share, begun or {}, work))
+        """Begin to generate; waits only while no engine serves, or none may be given more."""
+        waiting = deque(tickets)
+        while waiting:
+            await self._some(self._with_room)
+            shares: dict[str, list[Ticket]] = {}
+            while waiting and (free := self._with_room()):
+                name = self.load.give(free, len(waiting[0].samples))
+                shares.setdefault(name, []).append(waiting.popleft())
+            for name, share in shares.items():
+                for part in [[ticket] for ticket in share] if self._one_by_one else [share]:
+                    work.create_task(self._generate(name, part, begun or {}, work))
+
+    def _with_room(self) -> tuple[str, ...]:
+        return self.load.with_room(self.health.serving)
 
     async def _generate(self, name: str, tickets: list[Ticket], begun: Begun, work: asyncio.TaskGroup) -> None:
         prompts = [(ticket, self._task.prompt("train", ticket.group)) for ticket in tickets]
         groups = {ticket.group for ticket in tickets}
         try:
             await self._actors[name].generate(prompts, {s: parts for s, parts in begun.items() if s.group in groups})
+            handed_over = name in self.health.those("draining")
         except (ActorError, EngineError) as error:
             self.lost(name, error)
+            handed_over = True
+        finally:
+            self.load.take_back(name, sum(len(ticket.samples) for ticket in tickets))
+            await self.notify()
+        if handed_over:
             missing, begun = await self._fleet.buffer.reassign(groups)
             await self.share(missing, work, begun)
-        finally:
-            self._load[name] -= sum(len(ticket.samples) for ticket in tickets)
 
     async def _some(self, names: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         """Wait until there are any."""
         async with self._changed:
-            await self._changed.wait_for(lambda: names() or not self._health.hopeful)
+            await self._changed.wait_for(lambda: names() or not self.health.hopeful)
         if not names():
-            died = ", ".join(f"{name} {each.restarts} times" for name, each in self._health.replicas.items())
+            died = ", ".join(f"{name} {each.restarts} times" for name, each in self.health.replicas.items())
             raise EngineError(f"no engine is left, they died: {died} (recovery.max_restarts is the limit); {RESUME}")
         return tuple(names())
 
@@ -84,7 +97,7 @@ class Replicas:
         """
         publisher = self._fleet.publisher
         while True:
-            for name in await self._some(lambda: self._health.reachable):
+            for name in await self._some(lambda: self.health.reachable):
                 if name not in publisher.living:
                     publisher.join(name)
             try:
@@ -105,11 +118,11 @@ class Replicas:
         return bool(died)
 
     async def _acknowledged(self, names: Sequence[str], version: int) -> None:
-        if hung := set(self._health.reachable).difference(names):
+        if hung := set(self.health.reachable).difference(names):
             raise WeightSyncError(f"{', '.join(sorted(hung))} did not answer to version {version}; {RESUME}")
         for name in names:
-            self._health.acknowledged(name, version)
-        await self._notify()
+            self.health.acknowledged(name, version)
+        await self.notify()
 
     def lost(self, name: str, error: ActorError | EngineError) -> None:
         """An engine died; raises what it died of unless its process can be made anew."""
@@ -117,7 +130,7 @@ class Replicas:
             raise error  # somebody that it needed
         if not self._run.recovery.max_restarts or (isinstance(error, EngineError) and not self._end(name)):
             raise error
-        if self._health.died(name):
+        if self.health.died(name):
             self._recorder.lost(name, str(error))
             task = asyncio.create_task(self._bring_back(name))
             self._recovering.add(task)
@@ -135,31 +148,34 @@ class Replicas:
     async def repeat(self, call: Callable[[list[RolloutActor]], Awaitable[T]]) -> T:
         """Something that changes nothing, with all engines that serve; once more if one of them dies."""
         while True:
-            names = await self._some(lambda: self._health.serving)
+            names = await self._some(lambda: self.health.serving)
             try:
-                return await call([self._actors[name] for name in names])
+                with self.load.also_busy(names):
+                    return await call([self._actors[name] for name in names])
             except ActorError as error:
                 if error.actor not in names:
                     raise
                 self.lost(error.actor, error)
+            finally:
+                await self.notify()
 
     def _end(self, name: str) -> bool:
         """Its engine is useless although its process lives; once is enough."""
-        return self._health.replicas[name].state == "restarting" or spawn.end_process(self._actors[name])
+        return name not in self.health.those("healthy", "stale") or spawn.end_process(self._actors[name])
 
     async def _bring_back(self, name: str) -> None:
         try:
             async with asyncio.timeout(self._run.recovery.timeout_s):
                 await self._restarted(self._actors[name])
         except (TimeoutError, ActorError, EngineError) as error:
-            self._health.gave_up(name)
+            self.health.gave_up(name)
             self._recorder.event("engine_gone", engine=name, reason=str(error))
-            await self._notify()
-            if not self._health.hopeful:
+            await self.notify()
+            if not self.health.hopeful:
                 raise EngineError(f"{name} died and did not come back: {error}; {RESUME}") from None
             return
-        self._health.started(name)
-        await self._notify()
+        self.health.started(name)
+        await self.notify()
         await self._refit()
 
     async def _restarted(self, actor: RolloutActor) -> None:
@@ -173,9 +189,14 @@ class Replicas:
                     raise
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _notify(self) -> None:
+    async def notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    async def idle(self, name: str) -> None:
+        """Wait until an engine has nothing to do."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.load.idle(name))
 
     async def close(self) -> None:
         for task in self._recovering:

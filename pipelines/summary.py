@@ -80,7 +80,18 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         "mismatch_abs": _mean(rows, "mismatch_abs"),
         "ess": _mean(rows, "ess"),
         "trainer_peak_memory_bytes": rows[-1].get("trainer_peak_memory_bytes"),
+        **_pool(rows),
         **_drafting(rows[-1]),
+    }
+
+
+def _pool(rows: Sequence[Row]) -> dict[str, Any]:
+    """How many engines there were; null in runs recorded before that was counted."""
+    sizes = [row["replicas"] for row in rows if row.get("replicas")]
+    return {
+        "replicas_min": min(sizes, default=None),
+        "replicas_max": max(sizes, default=None),
+        "replicas_last": sizes[-1] if sizes else None,
     }
 
 
@@ -133,6 +144,9 @@ _NO_STEPS = (
     "mismatch_abs",
     "ess",
     "trainer_peak_memory_bytes",
+    "replicas_min",
+    "replicas_max",
+    "replicas_last",
     "acceptance_length_mean",
     "acceptance_by_position",
     "speculation_net_gain",

@@ -8,39 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from actors import roster
-from actors.buffer import BufferActor
-from actors.drafter import DrafterActor
-from actors.drafter_link import DrafterLink
-from actors.fleet import Fleet
-from actors.publisher import Publisher
-from actors.reward import RewardActor
-from actors.rollout import RolloutActor
-from actors.spawn import Resources, Spawner, cluster
-from actors.trainer import TrainerActor
+from actors.spawn import Spawner, cluster
 from asyncrl.config import Checkpoint, Run, WarmStart
-from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.errors import ActorError, AsyncRLError, ConfigError
+from asyncrl.placement import CPU, Offer
 from asyncrl.rundir import RunDirectory, owner_only, replace
 from asyncrl.stalls.prompts import Announced
 from asyncrl.tasks.base import make_task
 from asyncrl.training import checkpoint
-from pipelines import starting_head, summary
+from pipelines import placement, starting_head, summary
 from pipelines.async_grpo import AsyncGrpo
 from pipelines.compose import from_yaml, to_yaml
+from pipelines.fleet import place
 from pipelines.plan import preflight
 from pipelines.progress import Progress
 from pipelines.recorder import Recorder
-from pipelines.watchdog import Watchdog, backstop
-
-CONTROL = Resources(cpus=0.0)
-IDLE = Resources(cpus=0.0, idle_priority=True)
-COMPUTE = Resources(cpus=1.0)
-STATELESS = Resources(cpus=0.0, restarts=-1, repeatable=True)
+from pipelines.watchdog import Watchdog
 
 
 def train(run: Run) -> int:
     """Train from the start; returns the exit code."""
     preflight(run)
+    preflight(run, placement.look(run))  # a cluster is asked only for a run that could be
     directory = RunDirectory.create(Path(run.root) / run.name)
     replace(directory.config, to_yaml(run).encode())
     return _run(run, directory, resumed=False)
@@ -70,8 +59,13 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
                 lambda kind, fields: attempt.recorder.event(kind, **fields),
                 lambda status, error: summary.write(directory, attempt.recorder, status=status, error=error),
             )
-            with watchdog, cluster(run.cluster, cpus=run.rollout.replicas + 1) as spawner:
-                while (figures := attempt.make(run, spawner, model_path, watchdog)) is None:
+            cpus = placement.here(run).total[CPU]
+            with watchdog, cluster(run.cluster, cpus=cpus) as spawner:
+                offer = placement.here(run) if run.cluster in placement.HERE else placement.offered()
+                if coming := placement.awaited(run, offer):
+                    progress.say(f"the cluster is to bring {coming} more")
+                run = placement.settled(run, offer)
+                while (figures := attempt.make(run, offer, spawner, model_path, watchdog)) is None:
                     spawner.clear()
                     attempt = attempt.next()
         except BaseException as error:
@@ -99,11 +93,13 @@ class _Attempt:
         self._restore_from = saved[-1] if saved else None
         self.recorder = Recorder(run, directory, progress, first_step=saved[-1][0] if saved else 0)
 
-    def make(self, run: Run, spawner: Spawner, model_path: Path, watchdog: Watchdog) -> dict[str, Any] | None:
+    def make(
+        self, run: Run, offer: Offer, spawner: Spawner, model_path: Path, watchdog: Watchdog
+    ) -> dict[str, Any] | None:
         """The run's figures; None if another attempt is to be made."""
         watched = watchdog.over(spawner)
         training = _train(
-            run, self._directory, self.recorder, watched, model_path, self._restore_from, resumed=self._resumed
+            run, offer, self._directory, self.recorder, watched, model_path, self._restore_from, resumed=self._resumed
         )
         try:
             return asyncio.run(watchdog.guard(training))
@@ -143,6 +139,7 @@ def _model(run: Run, directory: RunDirectory, progress: Progress) -> Path:
 
 async def _train(
     run: Run,
+    offer: Offer,
     directory: RunDirectory,
     recorder: Recorder,
     spawner: Spawner,
@@ -152,7 +149,8 @@ async def _train(
     resumed: bool,
 ) -> dict[str, Any]:
     first_step = restore_from[0] if restore_from else 0
-    fleet = await _place(run, directory, spawner, model_path, restore_step=first_step if resumed else None)
+    async with placement.in_time(run, offer):
+        fleet = await place(run, offer, directory, spawner, model_path, restore_step=first_step if resumed else None)
     await roster.write(fleet, directory.path / roster.NAME)
     recorder.event("fleet_started", first_step=first_step)
     try:
@@ -169,54 +167,3 @@ async def _train(
         )
     finally:
         await fleet.close()
-
-
-async def _place(
-    run: Run, directory: RunDirectory, spawner: Spawner, model_path: Path, *, restore_step: int | None
-) -> Fleet:
-    """Start every actor. Those that only hand things on take no core of their own."""
-    buffer = await spawner.spawn("buffer", CONTROL, BufferActor, run, directory.trajectories.resolve(), restore_step)
-    reward = await spawner.spawn("reward", STATELESS, RewardActor, run.reward)
-    drafter = await _place_drafter(run, directory, spawner, model_path)
-    names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
-    engine = Resources(cpus=1.0, restarts=run.recovery.max_restarts)
-    async with asyncio.TaskGroup() as tasks:
-        starting_trainer = tasks.create_task(
-            spawner.spawn(
-                "trainer",
-                COMPUTE,
-                TrainerActor,
-                run,
-                model_path,
-                directory.checkpoints.resolve(),
-                buffer,
-                drafter,
-                _busy_flag(directory) if drafter is not None else None,
-            )
-        )
-        starting_rollouts = [
-            tasks.create_task(spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward))
-            for name in names
-        ]
-    trainer, rollouts = starting_trainer.result(), [task.result() for task in starting_rollouts]
-    await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
-    timeout_s = backstop(run)
-    link = DrafterLink(drafter, rollouts, timeout_s=timeout_s) if drafter is not None else None
-    named = dict(zip(names, rollouts, strict=True))
-    publisher = Publisher(trainer, named, link, deadline_s=run.weights.deadline_s, export_s=timeout_s, required=1)
-    return Fleet(buffer=buffer, reward=reward, engines=named, trainer=trainer, publisher=publisher, drafter=link)
-
-
-async def _place_drafter(run: Run, directory: RunDirectory, spawner: Spawner, model_path: Path) -> DrafterActor | None:
-    if not isinstance(run.drafter, EagleDrafter | Eagle3Drafter) or not run.drafter.training.on:
-        return None
-    resources = IDLE if run.drafter.training.spot else COMPUTE
-    drafter = await spawner.spawn(
-        "drafter", resources, DrafterActor, run, model_path, directory.drafter.resolve(), _busy_flag(directory)
-    )
-    await drafter.start()
-    return drafter
-
-
-def _busy_flag(directory: RunDirectory) -> Path:
-    return directory.drafter.resolve() / "trainer-busy"

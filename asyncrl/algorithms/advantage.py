@@ -65,5 +65,10 @@ def gae(reward_L: Tensor, value_L: Tensor, lengths: Sequence[int], discount: flo
 def whitened(parts: Sequence[Tensor]) -> list[Tensor]:
     """Mean 0 and standard deviation 1 over all parts together."""
     everything = torch.cat(list(parts))
+    return [standardized(part, everything) for part in parts]
+
+
+def standardized(part: Tensor, everything: Tensor) -> Tensor:
+    """By the mean and standard deviation of everything that it is a part of."""
     mean, std = everything.mean(), everything.std(correction=0)
-    return [(part - mean) / (std + EPSILON) for part in parts]
+    return (part - mean) / (std + EPSILON)

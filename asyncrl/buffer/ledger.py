@@ -72,6 +72,8 @@ class Book:
         self._dropped: dict[int, Dropped] = {}
         self._late: set[Slot] = set()
         self._due: Counter[int] = Counter()
+        self._first_due: int | None = None
+        """Remembered by `next_deadline`."""
         self._sample_bytes = terms.sample_bytes
         self._in_flight = self._buffered = self._consumed = 0
         self._drops: Counter[str] = Counter()
@@ -150,6 +152,8 @@ class Book:
         return None if slot in self._late else Late(slot.group, slot.sample, tokens)
 
     def overdue(self, now: float) -> list[Dropped]:
+        if now < self.next_deadline:  # asked after every append: all groups are looked at only when there is a reason
+            return []
         return [
             Dropped(group, "timeout")
             for group, lease in self.waiting.items()
@@ -162,17 +166,22 @@ class Book:
 
     @property
     def next_deadline(self) -> float:
-        return min((lease.deadline for g, lease in self.waiting.items() if not self.complete(g)), default=NEVER)
+        """Of the incomplete groups; the one that it is of is remembered, as the same is asked again and again."""
+        if self._first_due is None or self._first_due not in self.waiting or self.complete(self._first_due):
+            incomplete = (group for group in self.waiting if not self.complete(group))
+            self._first_due = min(incomplete, key=lambda group: self.waiting[group].deadline, default=None)
+        return NEVER if self._first_due is None else self.waiting[self._first_due].deadline
 
     def choice(self, limit: int) -> Choice:
         """The oldest complete groups, at most `limit`, that leave everybody else trainable in time."""
         stale: list[int] = []
         chosen: list[int] = []
         due = self._due.copy()
+        places, size = min(limit, self.places(self.step)), self.terms.group_size
         for group, lease in self.waiting.items():
-            if len(chosen) >= min(limit, self.places(self.step)):
+            if len(chosen) >= places:
                 break
-            if not self.complete(group):
+            if len(lease.samples) < size:
                 continue
             if self.step - min(sample.oldest for sample in lease.samples.values()) > self.terms.max_staleness:
                 stale.append(group)
@@ -191,6 +200,7 @@ class Book:
                 self._admit(event)
             case Renewed(group, deadline):
                 self.waiting[group].deadline = deadline
+                self._first_due = None
             case Stored():
                 self._store(event)
             case Dropped():
@@ -209,6 +219,8 @@ class Book:
 
     def _admit(self, event: Admitted) -> None:
         self._latest_expiry = max(self._latest_expiry, event.version + self.bound)
+        if event.deadline < self.next_deadline:
+            self._first_due = event.group
         self.waiting[event.group] = Lease(event.version, self._latest_expiry, event.deadline, event.sample_bytes)
         self._due[self._latest_expiry] += 1
         self.next_group = event.group + 1

@@ -49,7 +49,8 @@ def roles(run: Run) -> list[str]:
         return [DRIVER]
     drafter = isinstance(run.drafter, EagleDrafter | Eagle3Drafter) and run.drafter.training.on
     rollouts = [f"rollout-{index}" for index in range(run.rollout.replicas)]
-    return [DRIVER, "buffer", "reward", "trainer", *rollouts, *(["drafter"] if drafter else [])]
+    ranks = [f"trainer-{rank}" for rank in range(1, run.trainer.ranks)]
+    return [DRIVER, "buffer", "reward", "trainer", *ranks, *rollouts, *(["drafter"] if drafter else [])]
 
 
 def plan(seed: int, kinds: Sequence[str], rounds: int, among: Sequence[str]) -> tuple[Fault, ...]:

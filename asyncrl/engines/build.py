@@ -8,6 +8,7 @@ from asyncrl.engines.base import Engine
 from asyncrl.engines.settings import FakeEngine, NativeEngine, VllmEngine
 from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import MissingDependencyError
+from asyncrl.precision.settings import numerics
 
 
 def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
@@ -23,6 +24,12 @@ def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
             from asyncrl.engines.fake import FakeEngine as Fake
 
             return Fake(run.engine, name=name)
+
+
+def takes_adapters(run: Run) -> bool:
+    """Whether the engines merge adapters into the weights that they were started with; others get merged weights."""
+    plain = numerics(run.rollout.precision, run.rollout.fp8) is None
+    return isinstance(run.engine, NativeEngine) and plain and not on_gpu(run)
 
 
 def on_gpu(run: Run) -> bool:

@@ -6,6 +6,7 @@ milliseconds. An answer is known when it is admitted; a step only moves a clock,
 
 import heapq
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,7 @@ class FakeEngine(CooperativeEngine):
         spread = self._settings.sigma * rng.standard_normal()
         length = max(1, request.resumed + 1, round(self._settings.median_tokens * math.exp(spread)))
         stop = request.sampling.stop
-        plain = np.setdiff1d(np.arange(self._settings.vocabulary, dtype=np.int32), np.array(stop, np.int32))
+        plain = _plain_tokens(self._settings.vocabulary, stop)
         tokens = plain[(rng.random(length) * len(plain)).astype(np.int64)]
         if length > request.sampling.max_tokens:
             return tokens[: request.sampling.max_tokens], "length"
@@ -110,3 +111,9 @@ class FakeEngine(CooperativeEngine):
     def _release(self, job: Job) -> None:
         del self._answers[job], self._delivered[job]
         job.row = -1
+
+
+@cache
+def _plain_tokens(vocabulary: int, stop: tuple[int, ...]) -> Ints:
+    """Those that end no answer."""
+    return np.setdiff1d(np.arange(vocabulary, dtype=np.int32), np.array(stop, np.int32))

@@ -1,17 +1,19 @@
 """Which engines may generate: events in, decisions out, no I/O.
 
-    healthy --died--> restarting --started--> stale --refitted--> healthy
-                          |
-                          +-- more than `max_restarts` times: gone
+    join --> joining --started--> stale --acknowledged--> healthy --drain--> draining --left--> forgotten
+                                    ^                        |
+                                    +---started-- restarting <--died
+                                                      |
+                                                      +-- more than `max_restarts` times: gone
 
-A process that comes back has the weights that the run began with. It may generate again only after it has acknowledged
-a version that is at least the last one it had acknowledged before (guarantee G12).
+A process that is new or comes back has the weights that the run began with. It may generate only after it has
+acknowledged the current version, which is at least the last one it had acknowledged before (guarantee G12).
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["healthy", "restarting", "stale", "gone"]
+State = Literal["joining", "healthy", "restarting", "stale", "draining", "gone"]
 
 
 @dataclass
@@ -29,22 +31,42 @@ class FleetHealth:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        return tuple(name for name, replica in self.replicas.items() if replica.state == "healthy")
+        return self.those("healthy")
 
     @property
     def reachable(self) -> tuple[str, ...]:
         """Those that a version can be published to."""
-        return tuple(name for name, replica in self.replicas.items() if replica.state in ("healthy", "stale"))
+        return self.those("healthy", "stale", "draining")
 
     @property
     def hopeful(self) -> bool:
-        """Whether an engine serves, or one may come back."""
-        return any(replica.state != "gone" for replica in self.replicas.values())
+        """Whether an engine serves, or one may come."""
+        return bool(self.those("healthy", "stale", "restarting", "joining"))
+
+    def those(self, *states: State) -> tuple[str, ...]:
+        return tuple(name for name, replica in self.replicas.items() if replica.state in states)
+
+    def join(self, name: str, version: int) -> None:
+        """A new engine is being started; it may serve from `version` on."""
+        if name in self.replicas:
+            raise ValueError(f"{name} is or was here already: a new engine has a new name")
+        self.replicas[name] = Replica("joining", version=version)
+
+    def drain(self, name: str) -> bool:
+        """It gets nothing to do from now on; whether it still has something to hand over."""
+        lives = self.replicas[name].state == "healthy"
+        self.replicas[name].state = "draining"
+        return lives
+
+    def left(self, name: str) -> None:
+        """It is no part of the run any more."""
+        del self.replicas[name]
 
     def died(self, name: str) -> bool:
-        """Whether it is to be brought back now: not if somebody does already, nor if it died too often."""
-        replica = self.replicas[name]
-        if replica.state in ("restarting", "gone"):
+        """Whether it is to be brought back now: not if somebody does already, if nobody needs it, nor if it died too
+        often."""
+        replica = self.replicas.get(name)
+        if replica is None or replica.state not in ("healthy", "stale"):
             return False
         replica.restarts += 1
         replica.state = "restarting" if replica.restarts <= self._max_restarts else "gone"
@@ -52,16 +74,17 @@ class FleetHealth:
 
     def started(self, name: str) -> None:
         """It answers, with old weights."""
-        if self.replicas[name].state == "restarting":
+        if name in self.those("restarting", "joining"):
             self.replicas[name].state = "stale"
 
     def gave_up(self, name: str) -> None:
         """It did not come back."""
-        self.replicas[name].state = "gone"
+        if name in self.replicas:
+            self.replicas[name].state = "gone"
 
     def acknowledged(self, name: str, version: int) -> None:
         replica = self.replicas[name]
         if replica.state == "stale" and version >= replica.version:
             replica.state = "healthy"
-        if replica.state == "healthy":
+        if replica.state in ("healthy", "draining"):
             replica.version = max(replica.version, version)

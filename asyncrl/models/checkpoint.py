@@ -1,7 +1,7 @@
 """Hugging Face checkpoints in safetensors: what transformers wrote we read, what we write transformers reads."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,17 +26,27 @@ def load_model(
     model = Decoder(config, dtype).to(device)
     missing = dict(hf_tensors(model))
     unexpected: list[str] = []
-    for name, tensor in _read(directory):
+    for name, tensor in read_weights(directory):
         if name in missing:
             _fill(missing.pop(name), name, tensor)
         elif not _redundant(name, config):
             unexpected.append(name)
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{directory} does not fit its config.json (model_type={config.family}): missing {_names(missing)}, "
-            f"unexpected {_names(unexpected)}; download or save the checkpoint again"
-        )
+    _fits(directory, config, missing, unexpected)
     return model, config
+
+
+def check_names(directory: Path, config: ModelConfig, wanted: set[str], found: set[str]) -> None:
+    """That the files of a checkpoint hold what its model consists of."""
+    _fits(directory, config, wanted - found, [name for name in found - wanted if not _redundant(name, config)])
+
+
+def _fits(directory: Path, config: ModelConfig, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    lacking, extra = sorted(missing), sorted(unexpected)
+    if lacking or extra:
+        raise CheckpointError(
+            f"{directory} does not fit its config.json (model_type={config.family}): missing {_names(lacking)}, "
+            f"unexpected {_names(extra)}; download or save the checkpoint again"
+        )
 
 
 def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -53,28 +63,33 @@ def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
     return model
 
 
-def save_model(model: Decoder, directory: Path | str) -> None:
-    """Write `config.json` and `model.safetensors` in the model's own dtype."""
+def save_model(model: Decoder, directory: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
+    """Write `config.json` and `model.safetensors`: the model's own tensors, unless others are given for them."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model)}
-    (directory / "config.json").write_text(json.dumps(_config_of(model), indent=2, sort_keys=True) + "\n")
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    saved = {name: tensor.cpu() for name, tensor in tensors or hf_tensors(model)}
+    save_config(model, directory, saved["model.norm.weight"].dtype)
+    save_file(saved, directory / WEIGHTS, metadata={"format": "pt"})
 
 
-def _config_of(model: Decoder) -> dict[str, object]:
+def save_config(model: Decoder, directory: Path, dtype: torch.dtype) -> None:
+    (directory / "config.json").write_text(json.dumps(_config_of(model, dtype), indent=2, sort_keys=True) + "\n")
+
+
+def _config_of(model: Decoder, dtype: torch.dtype) -> dict[str, object]:
     """The config as it was read, except that it names the dtype really saved."""
     raw = dict(model.config.raw)
     key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
-    raw[key] = str(model.norm.dtype).removeprefix("torch.")
+    raw[key] = str(dtype).removeprefix("torch.")
     raw.setdefault(
         "architectures", [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model.config.family] + "ForCausalLM"]
     )
     return raw
 
 
-def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in _weight_files(directory):
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Everything that is in the files."""
+    for file in weight_files(directory):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  (a handle, not a dict)
@@ -83,7 +98,8 @@ def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from None
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """Where the weights of a model directory are."""
     index = directory / f"{WEIGHTS}.index.json"
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
@@ -116,6 +132,5 @@ def _redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
 
 
-def _names(names: dict[str, Tensor] | list[str]) -> str:
-    listed = sorted(names)
+def _names(listed: list[str]) -> str:
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "") if listed else "nothing"

@@ -102,6 +102,20 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{file}: {error}") from None
 
 
+def projection_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the matrices of a layer, by their Hugging Face names."""
+    hidden, wide, heads, kv = cfg.hidden_size, cfg.intermediate_size, cfg.heads, cfg.kv_heads
+    return {
+        "q_proj": (heads * cfg.head_dim, hidden),
+        "k_proj": (kv * cfg.head_dim, hidden),
+        "v_proj": (kv * cfg.head_dim, hidden),
+        "o_proj": (hidden, heads * cfg.head_dim),
+        "gate_proj": (wide, hidden),
+        "up_proj": (wide, hidden),
+        "down_proj": (hidden, wide),
+    }
+
+
 def _size(raw: Mapping[str, Any], key: str) -> int:
     value = raw.get(key)
     if not isinstance(value, int) or value < 1:

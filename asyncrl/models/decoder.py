@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.models.adapters import UNCHANGED, Adapters, Changes, changed
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.norm import NormScale, rms_norm
 from asyncrl.models.rope import Rotate, Rotation, computed_rotation, signed_frequencies
@@ -48,18 +49,21 @@ class LayerTensors(NamedTuple):
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    changes: Changes = UNCHANGED
+    """Low-rank ones to the four matrices."""
 
     def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
         y_T_E = self.attention(rms_norm(x_T_E, self.input_norm), rotate, layer, attend)
         if y_T_E.shape[0] < x_T_E.shape[0]:
             x_T_E = x_T_E[: y_T_E.shape[0]]
-        x_T_E = add_projection(x_T_E, y_T_E, self.out, self.out_bias)
+        x_T_E = changed(add_projection(x_T_E, y_T_E, self.out, self.out_bias), y_T_E, self.changes.out)
         y_T_F = self.gated(rms_norm(x_T_E, self.mlp_norm))
-        return add_projection(x_T_E, y_T_F, self.down, self.down_bias)
+        return changed(add_projection(x_T_E, y_T_F, self.down, self.down_bias), y_T_F, self.changes.down)
 
     def attention(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
-        qkv_T_X_D = _project(x_T_E, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qkv_T_X = changed(_project(x_T_E, self.qkv, self.qkv_bias), x_T_E, self.changes.qkv)
+        qkv_T_X_D = qkv_T_X.view(-1, heads + 2 * kv_heads, self.head_dim)
         qk_T_A_D, v_T_K_D = torch.split_with_sizes(qkv_T_X_D, (heads + kv_heads, kv_heads), 1)
         if self.qk_norm is not None:
             qk_T_A_D = rms_norm(qk_T_A_D, self.qk_norm)
@@ -67,7 +71,7 @@ class LayerTensors(NamedTuple):
         return attend(layer, q_T_H_D, k_T_K_D, v_T_K_D)
 
     def gated(self, x_T_E: Tensor) -> Tensor:
-        gate_up = _project(x_T_E, self.gate_up, self.gate_up_bias)
+        gate_up = changed(_project(x_T_E, self.gate_up, self.gate_up_bias), x_T_E, self.changes.gate_up)
         width = gate_up.shape[1] // 2
         gate_T_F, up_T_F = torch.split_with_sizes(gate_up, (width, width), 1)
         return F.silu(gate_T_F) * up_T_F
@@ -138,6 +142,7 @@ class Layer(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
         self.gate_up_proj = plain_linear(hidden, 2 * wide, cfg.mlp_bias, dtype)
         self.down_proj = plain_linear(wide, hidden, cfg.mlp_bias, dtype)
+        self.adapters: Adapters | None = None
         self.register_buffer("head_kind_A", torch.tensor([0] * cfg.heads + [1] * cfg.kv_heads), persistent=False)
 
     def tensors(self) -> LayerTensors:
@@ -157,6 +162,7 @@ class Layer(nn.Module):
             gate_up_bias=self.gate_up_proj.bias,
             down=self.down_proj.weight.t(),
             down_bias=self.down_proj.bias,
+            changes=UNCHANGED if self.adapters is None else self.adapters.changes(),
         )
 
     def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:

@@ -1,10 +1,20 @@
 """Hugging Face tensor names as views into our fused weights: load, save and weight sync all go through here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from asyncrl.models.decoder import Decoder, Layer
+
+
+class Part(NamedTuple):
+    """A Hugging Face tensor within one of our parameters."""
+
+    name: str
+    rows: int
+    flat: bool = False
+    """It is the single row itself."""
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -12,30 +22,42 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
     A tied `lm_head.weight` is left out, as transformers does when it saves.
     """
-    yield "model.embed_tokens.weight", model.embed_tokens.weight.detach()
+    for name, parts in hf_parts(model):
+        yield from cut(model.get_parameter(name).detach(), parts)
+
+
+def cut(tensor: Tensor, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    """Views by Hugging Face name."""
+    for part, view in zip(parts, tensor.split([part.rows for part in parts]), strict=True):
+        yield part.name, view[0] if part.flat else view
+
+
+def hf_parts(model: Decoder) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    """What each parameter of the model, by our name, is made of; the parameters may be shards."""
+    cfg = model.config
+    yield "embed_tokens.weight", (Part("model.embed_tokens.weight", cfg.vocabulary),)
     for index, layer in enumerate(model.blocks()):
-        for name, tensor in _layer(layer):
-            yield f"model.layers.{index}.{name}", tensor
-    yield "model.norm.weight", model.norm.detach()
+        for name, parts in _layer(layer):
+            yield f"layers.{index}.{name}", tuple(p._replace(name=f"model.layers.{index}.{p.name}") for p in parts)
+    yield "norm", (Part("model.norm.weight", cfg.hidden_size),)
     if model.lm_head is not None:
-        yield "lm_head.weight", model.lm_head.weight.detach()
+        yield "lm_head.weight", (Part("lm_head.weight", cfg.vocabulary),)
 
 
-def _layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def _layer(layer: Layer) -> Iterator[tuple[str, tuple[Part, ...]]]:
     cfg = layer.config
     query, key = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    yield "input_layernorm.weight", layer.input_norm.detach()
-    yield from _parts("self_attn", layer.qkv_proj, {"q_proj": query, "k_proj": key, "v_proj": key})
-    yield from _parts("self_attn", layer.o_proj, {"o_proj": cfg.hidden_size})
+    yield "input_norm", (Part("input_layernorm.weight", cfg.hidden_size),)
+    yield from _linear("qkv_proj", layer.qkv_proj, "self_attn", {"q_proj": query, "k_proj": key, "v_proj": key})
+    yield from _linear("o_proj", layer.o_proj, "self_attn", {"o_proj": cfg.hidden_size})
     if layer.qk_norm is not None:
-        yield "self_attn.q_norm.weight", layer.qk_norm.detach()[0]
-        yield "self_attn.k_norm.weight", layer.qk_norm.detach()[1]
-    yield "post_attention_layernorm.weight", layer.mlp_norm.detach()
-    yield from _parts("mlp", layer.gate_up_proj, dict.fromkeys(("gate_proj", "up_proj"), cfg.intermediate_size))
-    yield from _parts("mlp", layer.down_proj, {"down_proj": cfg.hidden_size})
+        yield "qk_norm", tuple(Part(f"self_attn.{kind}_norm.weight", 1, flat=True) for kind in "qk")
+    yield "mlp_norm", (Part("post_attention_layernorm.weight", cfg.hidden_size),)
+    gated = {"gate_proj": cfg.intermediate_size, "up_proj": cfg.intermediate_size}
+    yield from _linear("gate_up_proj", layer.gate_up_proj, "mlp", gated)
+    yield from _linear("down_proj", layer.down_proj, "mlp", {"down_proj": cfg.hidden_size})
 
 
-def _parts(prefix: str, fused: nn.Linear, widths: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    for kind, tensor in fused.named_parameters():  # weight and, where there is one, bias
-        for name, view in zip(widths, tensor.detach().split(list(widths.values())), strict=True):
-            yield f"{prefix}.{name}.{kind}", view
+def _linear(own: str, fused: nn.Linear, prefix: str, rows: dict[str, int]) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    for kind, _ in fused.named_parameters():  # weight and, where there is one, bias
+        yield f"{own}.{kind}", tuple(Part(f"{prefix}.{name}.{kind}", count) for name, count in rows.items())

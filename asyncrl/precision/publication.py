@@ -7,7 +7,7 @@ from asyncrl.config import Run
 from asyncrl.engines.settings import NativeEngine
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import hf_tensors
+from asyncrl.models.names import hf_parts
 from asyncrl.precision.kv_scales import measure
 from asyncrl.precision.layers import KV_CACHE, is_quantized
 from asyncrl.precision.settings import numerics
@@ -45,9 +45,10 @@ class Fp8Publication:
         fp8, names = self._numerics.fp8, list[str]()
         if self._numerics.weights:
             names = [
-                name
-                for name, _ in hf_tensors(model)
-                if is_quantized(name, self._layers, keep_first=fp8.keep_first, keep_last=fp8.keep_last)
+                part.name
+                for _, parts in hf_parts(model)
+                for part in parts
+                if is_quantized(part.name, self._layers, keep_first=fp8.keep_first, keep_last=fp8.keep_last)
             ]
         if self._numerics.kv:
             names.append(KV_CACHE)

@@ -43,9 +43,12 @@ class _Trail:
             case "spawn" | "start" | "restore":
                 self._head = f"the run waits for {call.actor} to {STARTING[call.method]}"
                 self._actor(call.actor, otherwise=f"that has taken {call.seconds:.0f} s (is there a free core for it?)")
-            case "accumulate" | "step" | "save" if call.actor == "trainer":
+            case "accumulate" | "step" | "save" if _trains(call):
                 self._head = f"the run waits for the trainer to {TRAINING[call.method]}"
-                self._actor("trainer", otherwise=f"it has taken {call.seconds:.0f} s so far", pronoun="it")
+                ranks = [other.actor for other in calls if _trains(other)]
+                name = next((rank for rank in ranks if self._faulty(rank)), "trainer")
+                pronoun = "it" if name == "trainer" else f"its rank {name}"
+                self._actor(name, otherwise=f"it has taken {call.seconds:.0f} s so far", pronoun=pronoun)
                 self._backlog()
             case "evaluate":
                 self._head = "the evaluation waits for answers"
@@ -260,11 +263,16 @@ def _rank(call: Call) -> tuple[int, float]:
     """What to explain first."""
     if call.method in STARTING:
         return 0, -call.seconds
-    if call.method in TRAINING and call.actor == "trainer":
+    if _trains(call):
         return 1, -call.seconds
     if call.method in WAITED_FOR:
         return 2 + WAITED_FOR.index(call.method), -call.seconds
     return 9, -call.seconds
+
+
+def _trains(call: Call) -> bool:
+    """Of the trainer, or of one of its ranks: `trainer-1` and so on."""
+    return call.method in TRAINING and call.actor.split("-")[0] == "trainer"
 
 
 def _condition(view: ActorView) -> str:

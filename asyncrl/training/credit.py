@@ -9,18 +9,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantage import gae, whitened
+from asyncrl.algorithms.advantage import gae, standardized, whitened
 from asyncrl.algorithms.settings import Algorithm, Ppo
 from asyncrl.training.critic import Critic
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.packing import PackedBatch
+from asyncrl.training.ranks import Ranks
 
 
 class Credit:
     def __init__(
-        self, algorithm: Algorithm, policy: PolicyForward, reference: PolicyForward | None, critic: Critic | None
+        self,
+        algorithm: Algorithm,
+        policy: PolicyForward,
+        reference: PolicyForward | None,
+        critic: Critic | None,
+        ranks: Ranks,
     ) -> None:
-        self._algorithm = algorithm
+        self._algorithm, self._ranks = algorithm, ranks
         self._policy, self._reference, self._critic = policy, reference, critic
 
     def assign(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -34,12 +40,22 @@ class Credit:
             if self._critic is not None:
                 self._critic.learn(batch, advantages[-1] + value_L)
         if advantages and not (isinstance(algorithm, Ppo) and not algorithm.whiten):
-            advantages = whitened(advantages)
+            advantages = self._whitened([found for b, found in zip(batches, advantages, strict=True) if not b.idle])
+            advantages += [batch.advantage_L for batch in batches if batch.idle]  # which come last
         return [replace(batch, advantage_L=found) for batch, found in zip(batches, advantages, strict=True)]
+
+    def _whitened(self, advantages: Sequence[Tensor]) -> list[Tensor]:
+        """Over the shares of all ranks."""
+        if self._ranks.world == 1:
+            return whitened(advantages)
+        mine = b"".join(part.cpu().numpy().tobytes() for part in advantages)
+        parts = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in self._ranks.exchange(mine) if part]
+        everything = torch.cat(parts)
+        return [standardized(part, everything.to(part.device)) for part in advantages]
 
     @torch.no_grad()
     def _values(self, batch: PackedBatch) -> Tensor:
-        return torch.zeros_like(batch.advantage_L) if self._critic is None else self._critic.values(batch)
+        return torch.zeros_like(batch.advantage_L) if self._critic is None else self._critic(batch)
 
     @torch.no_grad()
     def _rewards(self, batch: PackedBatch) -> Tensor:

@@ -8,22 +8,29 @@ from torch import Tensor, nn
 from asyncrl.algorithms.ppo import critic_loss
 from asyncrl.algorithms.settings import Ppo
 from asyncrl.config import Trainer
-from asyncrl.models.checkpoint import load_model
 from asyncrl.training.forward import predicting_states
 from asyncrl.training.packing import PackedBatch
+from asyncrl.training.ranks import Ranks
 
 
 class Critic(nn.Module):
     """Its head begins at zero, so the first values are 0 and the first advantages the rewards."""
 
     def __init__(
-        self, model_path: Path, algorithm: Ppo, settings: Trainer, device: torch.device, *, recompute: bool = False
+        self,
+        model_path: Path,
+        algorithm: Ppo,
+        settings: Trainer,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.body, config = load_model(model_path, dtype=torch.float32)
-        self.head = nn.Parameter(torch.zeros(config.hidden_size))
-        self.to(device)
-        self._settings, self._recompute = settings, recompute
+        self.body, config = ranks.load(model_path, device, torch.float32)
+        self.head = nn.Parameter(torch.zeros(config.hidden_size, device=device))
+        ranks.shard(self, self.body, model_path, torch.float32)
+        self._ranks, self._settings, self._recompute = ranks, settings, recompute
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.parameters() if parameter is not self.body.output_matrix],
             lr=algorithm.critic_lr,
@@ -31,28 +38,31 @@ class Critic(nn.Module):
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self._loss = 0.0
+        self.loss = 0.0
+        """Of what was learned since the last step, summed over the tokens."""
 
-    def values(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Of the state before each sampled token."""
         recompute = self._recompute and torch.is_grad_enabled()
         return predicting_states(self.body, batch, self._settings, recompute=recompute) @ self.head
 
     def learn(self, batch: PackedBatch, return_L: Tensor) -> None:
-        loss = critic_loss(self.values(batch), return_L).sum()
+        loss = critic_loss(self(batch), return_L).sum() * (not batch.idle)
         loss.backward()
-        self._loss += float(loss.detach())
+        self.loss += float(loss.detach())
 
     def step(self, tokens: int, *, frozen: bool) -> dict[str, float]:
         """Update from what was learned since the last step, unless the step is skipped."""
         parameters = [p for p in self.parameters() if p.grad is not None]
         for parameter in parameters:
             assert parameter.grad is not None
-            parameter.grad.div_(max(tokens, 1))
-        norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip)) if parameters else 0.0
+            parameter.grad.div_(max(tokens, 1) / self._ranks.world)  # of ranks the mean is there already
+        norm = 0.0
+        if parameters:
+            norm = float(self._ranks.whole(nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip)))
         if not frozen and torch.isfinite(torch.tensor(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        found = {"critic_loss": self._loss / max(tokens, 1), "critic_grad_norm": norm}
-        self._loss = 0.0
+        found = {"critic_loss": self.loss / max(tokens, 1), "critic_grad_norm": norm}
+        self.loss = 0.0
         return found

@@ -6,3 +6,12 @@ import torch
 def training_device(wanted: str) -> torch.device:
     """`auto` is the first GPU where there is one."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+
+def rank_device(wanted: str, rank: int) -> torch.device:
+    """A GPU for each rank on a machine, which becomes the process's first; a cluster may show each only its own."""
+    device = training_device(wanted)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device

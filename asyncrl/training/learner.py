@@ -4,6 +4,7 @@
 rest of the step is still being generated. `step` divides the summed gradient by the token count of the whole step and
 updates once. The result is that of one batch over all the groups, whatever the order and sizes of the calls.
 An algorithm whose advantages depend on the whole step only collects its groups, and does everything in `step`.
+Of several ranks each has a learner, which is given all groups and works on its own share of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms import penalties, registry
-from asyncrl.algorithms.advantage import Rewards, overlong_penalty
 from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Corrected, caution, correct
-from asyncrl.algorithms.settings import CustomAlgorithm, Importance, Ppo
+from asyncrl.algorithms.settings import Importance, Ppo
 from asyncrl.config import Run
-from asyncrl.models.checkpoint import load_model
+from asyncrl.models import lora
+from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
 from asyncrl.training import memory
@@ -27,36 +28,48 @@ from asyncrl.training.credit import Credit
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
 from asyncrl.training.diagnostics import Observed, figures, shares
+from asyncrl.training.findings import Findings, of_all
 from asyncrl.training.forward import PolicyForward
+from asyncrl.training.graded import graded
 from asyncrl.training.hidden import HiddenTap
-from asyncrl.training.packing import Block, PackedBatch, block, pack
+from asyncrl.training.outgoing import Outgoing
+from asyncrl.training.packing import PackedBatch, share
+from asyncrl.training.ranks import Ranks
 from asyncrl.training.report import StepReport
 from asyncrl.training.sentinel import alarms
 from asyncrl.training.working import WorkingCopy
 from asyncrl.types import Group
+from asyncrl.weights.gather import OneRank, Source
 
 
 class Learner:
     """Fp32 master weights, AdamW, one optimizer step per quota of groups."""
 
-    def __init__(self, model_path: Path, run: Run) -> None:
+    def __init__(self, model_path: Path, run: Run, ranks: Ranks | None = None) -> None:
         self._run, self._settings, self._algorithm = run, run.trainer, run.algorithm
+        self.ranks, self.lora = ranks or Ranks(), run.trainer.lora
         self._entry = registry.entry(run.algorithm)
         self.device = training_device(run.trainer.device)
-        self.model, self.model_config = load_model(model_path, dtype=torch.float32)
-        self.model.to(self.device)
-        self._working = WorkingCopy(self.model) if run.trainer.dtype == "bf16" else None
+        narrow, adapts = run.trainer.dtype == "bf16", run.trainer.lora.rank > 0
+        # Weights that are not trained need no masters in fp32.
+        held = torch.bfloat16 if narrow and adapts else torch.float32
+        self.model, self.model_config = self._load(model_path, held, adapt=adapts)
+        self.outgoing = Outgoing(self.model, self.ranks, adapted=adapts)
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._working = WorkingCopy(self.model) if narrow and not adapts and self.ranks.world == 1 else None
         self._recompute = self._recomputes()
         self._policy = PolicyForward(self._computing(), run, recompute=self._recompute)
         self._reference = self._make_reference(model_path)
         self.critic = None
         if isinstance(run.algorithm, Ppo):
-            self.critic = Critic(model_path, run.algorithm, run.trainer, self.device, recompute=self._recompute)
+            self.critic = Critic(
+                model_path, run.algorithm, run.trainer, self.device, self.ranks, recompute=self._recompute
+            )
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
         self.version = 0
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._trained,
             lr=run.trainer.lr,
             betas=(run.trainer.beta1, run.trainer.beta2),
             weight_decay=run.trainer.weight_decay,
@@ -67,8 +80,15 @@ class Learner:
     def _make_reference(self, model_path: Path) -> PolicyForward | None:
         if not self._algorithm.kl.coefficient:
             return None
-        model, _ = load_model(model_path, dtype=self._computing().norm.dtype)
-        return PolicyForward(model.to(self.device).requires_grad_(False), self._run)
+        model, _ = self._load(model_path, self._computing().norm.dtype)
+        return PolicyForward(model.requires_grad_(False), self._run)
+
+    def _load(self, path: Path, dtype: torch.dtype, *, adapt: bool = False) -> tuple[Decoder, ModelConfig]:
+        model, config = self.ranks.load(path, self.device, dtype)
+        if adapt:
+            lora.attach(model, self.lora, self._run.seed)
+        self.ranks.shard(model, model, path, torch.bfloat16 if self._settings.dtype == "bf16" else torch.float32)
+        return model, config
 
     def _computing(self) -> Decoder:
         """What forward and backward run on: the masters themselves, or their bf16 copies."""
@@ -102,34 +122,18 @@ class Learner:
             self._learn(groups)
 
     def _learn(self, groups: Sequence[Group]) -> None:
-        batches = [batch.to(self.device) for batch in pack(self._blocks(groups), self._settings.token_budget)]
+        own = share(graded(self._run, groups), self._settings.token_budget, self.ranks.rank, self.ranks.world)
+        batches = [batch.to(self.device) for batch in own]
         if self.critic is not None or (self._algorithm.kl.placement == "reward" and self._algorithm.kl.coefficient):
-            credit = Credit(self._algorithm, self._policy, self._reference, self.critic)
+            credit = Credit(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
         train_policy = not isinstance(self._algorithm, Ppo) or self.version >= self._algorithm.critic_warmup_steps
         for batch in batches if train_policy else ():
             self._backward(batch)
 
-    def _blocks(self, groups: Sequence[Group]) -> list[Block]:
-        rewards = [self._rewards(group) for group in groups]
-        advantages = self._entry.advantages(self._algorithm, rewards)
-        blocks = [block(group, found.tolist()) for group, found in zip(groups, advantages, strict=True)]
-        if self._learns_from_everything():
-            return blocks
-        # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
-        return [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
-
-    def _learns_from_everything(self) -> bool:
-        """Whether a group can matter although its rewards are all equal."""
-        algorithm = self._algorithm
-        return isinstance(algorithm, Ppo | CustomAlgorithm) or bool(algorithm.kl.coefficient or algorithm.entropy)
-
-    def _rewards(self, group: Group) -> Rewards:
-        lengths = np.array([t.sampled_tokens for t in group.trajectories])
-        rewards = np.array([t.reward for t in group.trajectories], dtype=np.float64)
-        return rewards + overlong_penalty(self._algorithm.overlong, lengths, self._run.rollout.max_tokens)
-
     def _backward(self, batch: PackedBatch) -> None:
+        if batch.idle:
+            return self._take_part(batch)
         output = self._policy(batch, entropy=self._algorithm.entropy > 0, tap=self.hidden)
         samples = Samples(batch.sample_L, len(batch.answers), (self.version - batch.version_L).clamp(min=0))
         corrected = correct(self._run.correction, output.logp_L, batch.behaviour_logp_L, samples)
@@ -147,7 +151,15 @@ class Learner:
             self._add({"entropy": float(output.entropy_L.detach().sum())})
         self._add(loss.sums)
         self._observe(batch, corrected, samples)
-        self._accumulate_gradient(batch, self._scaled(loss_L, samples), samples)
+        self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
+
+    def _take_part(self, batch: PackedBatch) -> None:
+        """The same forwards and backward as those who have something to learn from."""
+        logp_L = self._policy(batch).logp_L
+        if self._reference is not None and self._algorithm.kl.placement == "loss":
+            with torch.no_grad():
+                self._reference(batch)
+        (logp_L.sum() * 0).backward()
 
     def _scaled(self, loss_L: Tensor, samples: Samples) -> Tensor:
         match self._algorithm.aggregation:
@@ -158,7 +170,7 @@ class Learner:
             case "constant":
                 return loss_L / self._run.rollout.max_tokens
 
-    def _accumulate_gradient(self, batch: PackedBatch, loss_L: Tensor, samples: Samples) -> None:
+    def _accumulate_gradient(self, batch: PackedBatch, logp_L: Tensor, loss_L: Tensor, samples: Samples) -> None:
         """A loss that is not finite taints the step, but not the gradients; the samples that made it are named."""
         total = loss_L.sum()
         value = float(total.detach())
@@ -166,6 +178,8 @@ class Learner:
             total.backward()
             self._loss += value
             return
+        if self.ranks.world > 1:  # the others are in the backward already
+            (logp_L.sum() * 0).backward()
         bad_S = samples.sum((~loss_L.detach().isfinite()).float()) > 0
         slots = [f"{a.slot.group}/{a.slot.sample}" for a, bad in zip(batch.answers, bad_S.tolist(), strict=True) if bad]
         self._fault = f"the loss of samples {', '.join(slots[:8])} is not finite"
@@ -184,6 +198,7 @@ class Learner:
         """One optimizer update from everything accumulated since the last."""
         if self._held:
             self._learn(self._held)
+        self._share_findings()
         norm = self._gradient()
         if not self._fault and not np.isfinite(norm):
             self._fault = f"the gradient of {self._samples} samples is not finite"
@@ -202,15 +217,31 @@ class Learner:
             self.hidden.begin_step(self.version)
         return report
 
+    def _share_findings(self) -> None:
+        """From here on every rank has the figures of the whole step."""
+        if self.ranks.world == 1:
+            return
+        critic_loss = self.critic.loss if self.critic is not None else 0.0
+        found = of_all(self.ranks, Findings(self._loss, critic_loss, self._fault, self._sums, self._observed))
+        self._loss, self._fault, self._sums, self._observed = found.loss, found.fault, found.sums, found.observed
+        if self.critic is not None:
+            self.critic.loss = found.critic_loss
+        self.settle()
+
+    def settle(self) -> None:
+        """Before weights are read or written."""
+        self.ranks.settle(self.model)
+        if self.critic is not None:
+            self.ranks.settle(self.critic)
+
     def _gradient(self) -> float:
         """Turn the sum into a mean, clip it, and return its norm."""
-        denominator = self._denominator()
-        parameters = list(self.model.parameters())
-        for parameter in parameters:
+        denominator = self._denominator() / self.ranks.world  # of ranks the mean is there already
+        for parameter in self._trained:
             if parameter.grad is None:  # every advantage was 0: Adam still moves by its momentum, as one batch would
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.div_(denominator)
-        return float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip))
+        return float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self._trained, self._settings.grad_clip)))
 
     def _denominator(self) -> float:
         """Tokens or samples of the step; with `batch_normalize` times the mean weight of what was kept."""
@@ -246,9 +277,16 @@ class Learner:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The master weights under their Hugging Face names."""
-        return hf_tensors(self.model)
+        return self.outgoing.tensors()
 
     def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The same as engines get them; in bf16 these are the very numbers that training computes with."""
-        source = self._computing() if dtype == torch.bfloat16 else self.model
-        return ((name, tensor.to(dtype)) for name, tensor in hf_tensors(source))
+        narrow = dtype == torch.bfloat16 and self._working is not None
+        return ((n, tensor.to(dtype)) for n, tensor in (hf_tensors(self._computing()) if narrow else self.tensors()))
+
+    def source(self, dtype: torch.dtype, *, adapters_only: bool = False) -> Source:
+        """Where publications come from; every rank has its part in them."""
+        if adapters_only:
+            return self.outgoing.adapters()
+        one = self.ranks.world == 1
+        return OneRank(lambda: self.served_tensors(dtype)) if one else self.outgoing.source(dtype)

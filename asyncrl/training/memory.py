@@ -6,6 +6,7 @@ The peak lies in the backward, with the gradients of earlier batches there:
         head    two blocks of logits, and the gradient of the output matrix
         layer   the one that is computed again, where activations are not kept, and what its backward needs besides
 
+Of several ranks each has its part of the first three; whole are the embeddings, and two layers while they compute.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
 that autograd really keeps. Sizes: E hidden, F gated layer, H query heads, K key/value heads, D head dimension.
 """
@@ -15,7 +16,8 @@ from typing import NamedTuple
 from asyncrl.algorithms.settings import Ppo
 from asyncrl.config import Run
 from asyncrl.engines.settings import FakeEngine, NativeEngine
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.config import ModelConfig, projection_shapes
+from asyncrl.training.settings import Lora
 
 FLOAT = 4
 ADAM = 2 * FLOAT
@@ -51,6 +53,15 @@ class TrainingMemory(NamedTuple):
 
 def parameters(model: ModelConfig) -> int:
     """Trainable numbers; tied embeddings count once."""
+    return _outside(model) + model.layers * _layer(model)
+
+
+def _outside(model: ModelConfig) -> int:
+    """Embeddings, output matrix and the last norm."""
+    return model.vocabulary * model.hidden_size * (1 if model.tied_embeddings else 2) + model.hidden_size
+
+
+def _layer(model: ModelConfig) -> int:
     hidden, heads, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = hidden * (heads + 2 * kv) + heads * hidden
     mlp = 3 * hidden * model.intermediate_size
@@ -60,8 +71,7 @@ def parameters(model: ModelConfig) -> int:
         + model.out_bias * hidden
         + model.mlp_bias * (2 * model.intermediate_size + hidden)
     )
-    embeddings = model.vocabulary * hidden * (1 if model.tied_embeddings else 2)
-    return embeddings + model.layers * (attention + mlp + norms + biases) + hidden
+    return attention + mlp + norms + biases
 
 
 def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
@@ -70,10 +80,9 @@ def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
 
 
 def training_memory(run: Run, model: ModelConfig, batch: Batch, *, recompute: bool) -> TrainingMemory:
-    count, narrow = parameters(model), run.trainer.dtype == "bf16"
+    narrow = run.trainer.dtype == "bf16"
     trained = 2 if isinstance(run.algorithm, Ppo) else 1  # the policy, and the critic of the same size
-    working = count * 2 if narrow else 0
-    reference = (working or count * FLOAT) if run.algorithm.kl.coefficient else 0
+    weights, gradients, reference = _held(run, model, narrow=narrow)
     layer = layer_bytes(model, batch.spread, narrow=narrow)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
     ends = 3 * FLOAT * model.hidden_size + 2 * (2 if narrow else FLOAT) * model.head_dim
@@ -83,11 +92,30 @@ def training_memory(run: Run, model: ModelConfig, batch: Batch, *, recompute: bo
         batch.tokens * _layer_backward_bytes(model, batch.spread, layer if recompute else 0, narrow=narrow),
     )
     return TrainingMemory(
-        weights=trained * (count * FLOAT + working) + reference,
-        optimizer=trained * count * (FLOAT + ADAM),
+        weights=trained * weights + reference,
+        optimizer=trained * gradients,
         activations=batch.tokens * kept,
         backward=backward,
     )
+
+
+def _held(run: Run, model: ModelConfig, *, narrow: bool) -> tuple[int, int, int]:
+    """Weights; gradients and moments; a reference, where there is one."""
+    count, item, ranks = parameters(model), 2 if narrow else FLOAT, run.trainer.ranks
+    adapters = adapter_parameters(run.trainer.lora, model)
+    learned, penalty = adapters or count, bool(run.algorithm.kl.coefficient)
+    if ranks == 1:
+        weights = count * item + adapters * FLOAT if adapters else count * (FLOAT + item * narrow)
+        return weights, learned * (FLOAT + ADAM), count * item * penalty
+    part, whole = -(-(count + adapters) // ranks), (_outside(model) + 2 * _layer(model)) * item
+    kept = part * FLOAT + whole
+    return kept, -(-learned // ranks) * (FLOAT + ADAM) + (0 if adapters else whole), kept * penalty
+
+
+def adapter_parameters(lora: Lora, model: ModelConfig) -> int:
+    """A and B of every target in every layer."""
+    shapes = projection_shapes(model)
+    return lora.rank * model.layers * sum(sum(shapes[target]) for target in lora.targets)
 
 
 def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool) -> int:

@@ -63,6 +63,8 @@ class PackedBatch:
     sample_L: torch.Tensor
     answers: list[Answer]
     """The samples, in the order of `sample_L`."""
+    idle: bool = False
+    """Nothing to learn from: it is computed because the other ranks compute."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -101,17 +103,41 @@ def block(group: Group, advantages: Sequence[float]) -> Block:
 
 def pack(blocks: Iterable[Block], token_budget: int) -> Iterator[PackedBatch]:
     """Largest blocks first, each batch filled up to the budget; a single answer may be longer than it."""
+    return map(_batch, _filled([part for block in blocks for part in _split(block, token_budget)], token_budget))
+
+
+def share(blocks: Sequence[Block], token_budget: int, rank: int, ranks: int) -> list[PackedBatch]:
+    """One rank's batches: about as many tokens as every other's, and exactly as many batches, some of them idle."""
+    if ranks == 1:
+        return list(pack(blocks, token_budget))
+    most = min(token_budget, -(-sum(block.num_tokens for block in blocks) // ranks))
+    parts = [part for block in blocks for part in _split(block, most)]
+    shares: list[list[Block]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for part in sorted(parts, key=_tokens, reverse=True):
+        least = tokens.index(min(tokens))
+        shares[least].append(part)
+        tokens[least] += part.num_tokens
+    filled = [list(_filled(parts, token_budget)) for parts in shares]
+    own = [_batch(chosen) for chosen in filled[rank]]
+    return own + [IDLE] * (max(map(len, filled)) - len(own))
+
+
+def _tokens(part: Block) -> int:
+    return part.num_tokens
+
+
+def _filled(parts: Iterable[Block], token_budget: int) -> Iterator[list[Block]]:
     chosen: list[Block] = []
     used = 0
-    parts = [part for block in blocks for part in _split(block, token_budget)]
-    for part in sorted(parts, key=lambda part: part.num_tokens, reverse=True):
+    for part in sorted(parts, key=_tokens, reverse=True):
         if chosen and used + part.num_tokens > token_budget:
-            yield _batch(chosen)
+            yield chosen
             chosen, used = [], 0
         chosen.append(part)
         used += part.num_tokens
     if chosen:
-        yield _batch(chosen)
+        yield chosen
 
 
 def _split(whole: Block, token_budget: int) -> Iterator[Block]:
@@ -157,3 +183,16 @@ def _batch(blocks: list[Block]) -> PackedBatch:
         sample_L=torch.from_numpy(np.repeat(np.arange(len(answers)), lengths)),
         answers=answers,
     )
+
+
+NEXT = Answer(
+    tokens=np.zeros(1, np.int32),
+    logprobs=np.zeros(1, np.float32),
+    sampled=np.ones(1, np.bool_),
+    versions=np.zeros(1, np.int32),
+    advantage=0.0,
+    slot=Slot(0, 0),
+    precision="fp32",
+)
+"""Any one token: only what is predicted for its place counts."""
+IDLE = replace(_batch([Block(np.zeros(1, np.int32), [NEXT])]), idle=True)

@@ -7,19 +7,7 @@ from asyncrl.config import Trainer
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.head import bf16_logits
 from asyncrl.training.forward import predicting_states
-from asyncrl.training.packing import Answer, Block, pack
-from asyncrl.types import Slot
-
-NEXT = Answer(
-    tokens=np.zeros(1, np.int32),
-    logprobs=np.zeros(1, np.float32),
-    sampled=np.ones(1, np.bool_),
-    versions=np.zeros(1, np.int32),
-    advantage=0.0,
-    slot=Slot(0, 0),
-    precision="fp32",
-)
-"""Any one token: only what is predicted for its place counts."""
+from asyncrl.training.packing import NEXT, Block, pack
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ Two buffers alternate, so a version can be written while a slow receiver still r
 computed on the GPU, because copying the weights to the host would take a hundred times as long as loading them.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,8 +13,8 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.optional import require
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.flat import Flat
-from asyncrl.weights.gather import OneRank, fill
-from asyncrl.weights.manifest import CUDA_IPC, NamedTensors
+from asyncrl.weights.gather import Tensors, fill, source_of
+from asyncrl.weights.manifest import CUDA_IPC
 from asyncrl.weights.shared_memory import Alternating
 
 cupy = require("cupy", extra="nccl")
@@ -24,8 +23,8 @@ cupy = require("cupy", extra="nccl")
 class CudaIpcWriter:
     """The trainer's side. `tensors` is called for each publication and yields the HF-named weights."""
 
-    def __init__(self, tensors: Callable[[], NamedTensors]) -> None:
-        self._source = OneRank(tensors)
+    def __init__(self, tensors: Tensors) -> None:
+        self._source = source_of(tensors)
         self._buffers: dict[int, Any] = {}
         self._places = Alternating()
 

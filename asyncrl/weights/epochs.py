@@ -92,6 +92,14 @@ class Epochs:
         self.epoch += 1
         self.members = tuple(dict.fromkeys((*self.members, member)))
 
+    def leave(self, member: str) -> None:
+        """Take part no longer."""
+        if self.state != "idle":
+            raise ValueError(f"epoch {self.epoch} is {self.state}: {member} can leave between two versions")
+        if member in self.members:
+            self.epoch += 1
+            self.members = tuple(each for each in self.members if each != member)
+
     def sent(self, epoch: int, version: int, now: float) -> list[Action]:
         """The trainer has put its version out."""
         if epoch == self.epoch and self.state == "sending":

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from asyncrl.types import TensorSpec
+from asyncrl.types import SendOrder, TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.manifest import NamedTensors, Range, cut, layout
 
@@ -47,6 +47,29 @@ class OneRank:
         return self._named.pop(spec.name)
 
     def fence(self) -> None: ...
+
+
+Tensors = Source | Callable[[], NamedTensors]
+"""Where a writer's tensors come from."""
+
+
+def source_of(tensors: Tensors) -> Source:
+    return OneRank(tensors) if callable(tensors) else tensors
+
+
+class Follower:
+    """What a rank that sends nothing does instead of writing: it takes its part in the gathers."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def publish(self, version: int, order: SendOrder | None = None) -> WeightManifest:
+        specs, total = self._source.layout()
+        for _ in gathered(self._source, Flat(specs, torch.empty(0, dtype=torch.uint8)), cut(total)):
+            pass
+        return WeightManifest(version=version, tensors=specs, total_bytes=total, digest="", location="")
+
+    def close(self) -> None: ...
 
 
 def gathered(source: Source, flat: Flat, ranges: list[Range]) -> Iterator[Range]:

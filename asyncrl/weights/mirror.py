@@ -13,8 +13,8 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights import delta
 from asyncrl.weights.flat import Flat
-from asyncrl.weights.gather import OneRank, fill
-from asyncrl.weights.manifest import NamedTensors, layout
+from asyncrl.weights.gather import Tensors, fill, source_of
+from asyncrl.weights.manifest import layout
 from asyncrl.weights.shared_memory import Alternating
 
 
@@ -35,10 +35,8 @@ Bring = Callable[[WeightManifest, Flat], None]
 class MirrorWriter:
     """The trainer's side: every byte, or only what has changed since the publication before."""
 
-    def __init__(
-        self, tensors: Callable[[], NamedTensors], carrier: Carrier, *, sparse: bool, device: torch.device | str = "cpu"
-    ) -> None:
-        self._source = OneRank(tensors)
+    def __init__(self, tensors: Tensors, carrier: Carrier, *, sparse: bool, device: torch.device | str = "cpu") -> None:
+        self._source = source_of(tensors)
         self._carrier = carrier
         self._sparse = sparse
         self._device = device

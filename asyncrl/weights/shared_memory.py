@@ -10,7 +10,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,8 +19,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.owned import owned_directory
 from asyncrl.types import Bucket, SendOrder, TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
-from asyncrl.weights.gather import OneRank, fill
-from asyncrl.weights.manifest import NamedTensors
+from asyncrl.weights.gather import Tensors, fill, source_of
 from asyncrl.weights.manifest import digest_tensors as digest_tensors
 
 
@@ -46,8 +45,8 @@ class Alternating:
 class SharedMemoryWriter:
     """The trainer's side. `tensors` is called for each publication and yields the HF-named weights."""
 
-    def __init__(self, tensors: Callable[[], NamedTensors], *, prefix: str) -> None:
-        self._source = OneRank(tensors)
+    def __init__(self, tensors: Tensors, *, prefix: str) -> None:
+        self._source = source_of(tensors)
         self._directory = shared_directory(prefix)
         self._places = Alternating()
 

@@ -1,6 +1,6 @@
 """The transports behind one protocol and a pair of functions: a manifest's `location` says how to get at its bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
@@ -11,7 +11,8 @@ import torch
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights import file, nccl, shared_memory
 from asyncrl.weights.flat import Flat
-from asyncrl.weights.manifest import CUDA_IPC, NamedTensors
+from asyncrl.weights.gather import Tensors
+from asyncrl.weights.manifest import CUDA_IPC
 from asyncrl.weights.mirror import Mirror, MirrorWriter
 
 Transport = Literal["shared_memory", "cuda_ipc", "nccl", "file"]
@@ -28,7 +29,7 @@ class Writer(Protocol):
 
 
 def make_writer(
-    tensors: Callable[[], NamedTensors],
+    tensors: Tensors,
     transport: Transport,
     *,
     prefix: str,

@@ -1,4 +1,5 @@
-"""Answers of an engine that died go on at another one from where they were at the last weight update."""
+"""Answers of an engine that died go on at another one from where they were at the last weight update, those of one that
+was told to leave from where they are."""
 
 import asyncio
 from pathlib import Path
@@ -59,5 +60,41 @@ def test_answers_go_on_elsewhere_with_their_tokens_versions_and_log_probabilitie
                 assert answer.logprobs[sampled][: len(first)].tolist() == parts[0].logprobs.tolist()
                 assert answer.versions[sampled].tolist() == [0] * len(first) + [1] * (sampled.sum() - len(first))
                 assert answer.engine == "rollout-1"
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_leaves_hands_over_every_token_and_nothing_changes(model: Path, tmp_path: Path) -> None:
+    async def answers(directory: Path, *, leave: bool) -> tuple[dict[Slot, Trajectory], int]:
+        async with scene(model, directory, probe=False) as at:
+            generating = await at.answering()
+            if not leave:
+                await generating
+                return await _stored(at, 2), 0
+            await at.rollout.hand_over()
+            await asyncio.wait_for(generating, 30)
+            late = (await at.buffer.admit(0.0)) or []
+            assert not late, "every place is taken by the groups that are handed over"
+            tickets, begun = await at.buffer.reassign([0, 1])
+            other = RolloutActor(at.rollout._run, model, "rollout-1", at.buffer, at.reward)  # pyright: ignore[reportPrivateUsage]
+            await other.start()
+            prompts = [(ticket, Prompt(uid=str(ticket.group), text="3+4=")) for ticket in tickets]
+            await at.rollout.generate(prompts, begun)  # it came too late: nothing is begun there any more
+            assert (await at.rollout.stats()).running == 0
+            tickets, begun = await at.buffer.reassign([0, 1])
+            await other.generate(prompts, begun)
+            stored = await _stored(at, 2)
+            await other.close()
+            return stored, sum(len(part) for parts in begun.values() for part in parts)
+
+    async def check() -> None:
+        undisturbed, _ = await answers(tmp_path / "a", leave=False)
+        handed_over, tokens = await answers(tmp_path / "b", leave=True)
+        assert tokens >= 6, "what was sampled is not sampled again"
+        assert {slot: t.tokens.tolist() for slot, t in handed_over.items()} == {
+            slot: t.tokens.tolist() for slot, t in undisturbed.items()
+        }
+        for slot, trajectory in handed_over.items():
+            np.testing.assert_allclose(trajectory.logprobs, undisturbed[slot].logprobs, atol=1e-4)
 
     asyncio.run(check())

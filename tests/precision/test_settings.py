@@ -19,7 +19,7 @@ from asyncrl.training.memory import parameters
 from asyncrl.types import Fp8Version, WeightManifest
 from asyncrl.weights import probe
 from benchmarks.fp8 import ARMS
-from pipelines import plan
+from pipelines import plan, plan_show
 from pipelines.compose import compose
 from tests.tiny_model import tiny_checkpoint
 
@@ -144,7 +144,7 @@ def test_vllm_in_fp8_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_plan_compares_the_precisions() -> None:
     screen = io.StringIO()
-    plan.show(_run("fp8_full"), Console(file=screen, width=160))
+    plan_show.show(_run("fp8_full"), Console(file=screen, width=160))
     lines = [line.split("│")[1:-1] for line in screen.getvalue().splitlines() if "B" in line and "│ " in line]
     table = {cells[0].split()[0]: [cell.strip() for cell in cells[1:]] for cells in lines if cells[0].strip()}
     assert table["bf16"][:2] == ["606 kB", "256 B"]

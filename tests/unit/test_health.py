@@ -1,5 +1,6 @@
 """Fleet health: an engine that comes back serves only after a refit."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,35 @@ def test_the_way_back() -> None:
     assert health.died("b")
     health.gave_up("b")
     assert not health.hopeful
+
+
+def test_one_that_joins_serves_only_under_the_current_version_and_one_that_leaves_is_forgotten() -> None:
+    health = FleetHealth(("a",), max_restarts=1)
+    health.join("b", version=4)
+    assert (health.serving, health.reachable) == (("a",), ("a",)), "it is not even placed"
+    assert not health.died("b"), "whoever starts it sees to that"
+    health.acknowledged("b", 4)
+    assert health.serving == ("a",), "it was not started"
+    health.started("b")
+    health.acknowledged("b", 3)
+    assert (health.serving, health.reachable) == (("a",), ("a", "b"))
+    health.acknowledged("b", 4)
+    assert health.serving == ("a", "b")
+    assert health.drain("b")
+    assert (health.serving, health.reachable) == (("a",), ("a", "b")), "it gets weights until it has left"
+    assert not health.died("b"), "nobody needs it"
+    health.left("b")
+    assert health.reachable == ("a",)
+    health.gave_up("b")
+    health.started("b")
+    assert not health.died("b"), "what is said of it later changes nothing"
+    health.drain("a")
+    assert not health.hopeful
+
+
+def test_a_name_is_used_once() -> None:
+    with pytest.raises(ValueError, match="a is or was here already"):
+        FleetHealth(("a",), max_restarts=1).join("a", 0)
 
 
 EVENTS = st.tuples(st.sampled_from(["died", "started", "gave_up", "acknowledged"]), st.sampled_from(NAMES))

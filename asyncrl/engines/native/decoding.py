@@ -8,11 +8,12 @@ from torch import Tensor
 
 from asyncrl.engines.native.cache import KvCache
 from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
-from asyncrl.engines.native.published import Receiver, load_published
+from asyncrl.engines.native.published import Receiver, load_adapters, load_published
 from asyncrl.engines.native.sampling import sample
 from asyncrl.engines.native.scheduler import Step
 from asyncrl.engines.native.slots import Ended, SlotTable
 from asyncrl.errors import WeightSyncError
+from asyncrl.models import lora
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.decoder import Tensors
 from asyncrl.models.head import fp32_product
@@ -26,7 +27,7 @@ class Policy:
 
     def __init__(self, path: Path, dtype: torch.dtype, positions: int, *, keep_output: bool = False) -> None:
         self.model, self.config = load_model(path, dtype)
-        self._positions, self._keep_output = positions, keep_output
+        self._path, self._positions, self._keep_output = path, positions, keep_output
         self.output_E_V = torch.empty(0)
         """The output matrix as published, in fp32, where it is kept: for decoding it is changed in place."""
         store_by_columns(self.model)
@@ -42,7 +43,11 @@ class Policy:
         return self._take(manifest, receiver)
 
     def _take(self, manifest: WeightManifest, receiver: Receiver) -> str:
-        digest = load_published(manifest, dict(hf_tensors(self.model)), receiver)
+        held = dict(hf_tensors(self.model))
+        if any(lora.is_adapter(spec.name) for spec in manifest.tensors):
+            digest = load_adapters(manifest, held, self._path, receiver)
+        else:
+            digest = load_published(manifest, held, receiver)
         self._derive()
         return digest
 

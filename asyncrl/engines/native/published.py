@@ -1,14 +1,17 @@
 """Published weights, copied into tensors that an engine holds, for the policy and for a drafting head alike."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.models import lora
+from asyncrl.models.checkpoint import read_weights
 from asyncrl.types import WeightManifest
 from asyncrl.weights.manifest import digest_tensors
-from asyncrl.weights.transport import read_published
+from asyncrl.weights.transport import digest_published, read_published
 
 
 class Receiver(NamedTuple):
@@ -36,6 +39,30 @@ def load_published(manifest: WeightManifest, held: dict[str, Tensor], receiver: 
             f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
             f"{manifest.digest}; {receiver.kept} is kept, publish again"
         )
+    return digest
+
+
+@torch.no_grad()
+def load_adapters(manifest: WeightManifest, held: dict[str, Tensor], base: Path, receiver: Receiver) -> str:
+    """Every tensor anew: the ones that the engine was started with, and published adapters added to them."""
+    published = dict(read_published(manifest, torch.device("cpu")))
+    for name, up in ((name, tensor) for name, tensor in published.items() if name.endswith(lora.B)):
+        module = name.removesuffix(lora.B)
+        shape = up.shape[0], published[module + lora.A].shape[1]
+        if module + ".weight" not in held or held[module + ".weight"].shape != shape:
+            raise WeightSyncError(
+                f"engine {receiver.engine}: version {manifest.version} has adapters of shape {shape} for {module}, "
+                f"which its {receiver.model} has not; publish for the {receiver.model} that the engine was started with"
+            )
+    digest = digest_published(manifest)
+    if digest != manifest.digest:
+        raise WeightSyncError(
+            f"engine {receiver.engine}: adapters of version {manifest.version} have digest {digest}, published was "
+            f"{manifest.digest}; {receiver.kept} is kept, publish again"
+        )
+    for name, tensor in lora.merged_tensors(read_weights(base), published):
+        if name in held:
+            held[name].copy_(tensor)
     return digest
 
 

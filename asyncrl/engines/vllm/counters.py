@@ -11,6 +11,7 @@ class Counters:
     def __init__(self) -> None:
         self.steps = 0
         self.prefilled = 0
+        self.preempted = 0
         self.drafts = 0
         self.drafted = 0
         self.accepted: list[int] = []
@@ -36,6 +37,7 @@ class _Logger(StatLoggerBase):
         if iteration_stats is not None:
             counters.steps += 1
             counters.prefilled += iteration_stats.num_prompt_tokens
+            counters.preempted += iteration_stats.num_preempted_reqs
         drafting = scheduler_stats.spec_decoding_stats if scheduler_stats is not None else None
         if drafting is not None:
             counters.drafts += drafting.num_drafts

@@ -187,6 +187,7 @@ class VllmEngine(RequestSide[_Job]):
             reprefilled_tokens=self._reprefilled,
             steps=self._counters.steps,
             busy_seconds=0.0,
+            preempted=self._counters.preempted,
             drafts=self._counters.drafts,
             drafted_tokens=self._counters.drafted,
             accepted_by_position=tuple(self._counters.accepted),

@@ -1,0 +1,179 @@
+"""What things cost: the numbers that a simulation rests on. Measured on a finished run (`calibration`) or written down.
+
+All times are seconds. A number that nobody knows is better left at its default, which costs nothing, than guessed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.errors import ConfigError
+from asyncrl.refusals import explain, unknown_keys
+from asyncrl.settings import AboveZero, Fraction, Natural, NonNegative, Positive, Settings
+
+
+class LogNormal(Settings, frozen=True, tag_field="type", tag="lognormal"):
+    """Answers as those of the fake engine: half of them are shorter than `median`, and the tail is long."""
+
+    median: AboveZero = 16.0
+    sigma: NonNegative = 0.8
+    between: Fraction = 0.0
+    """Share of the variance that lies between prompts: at 1 the answers of a group are equally long."""
+
+
+class Fixed(Settings, frozen=True, tag_field="type", tag="fixed"):
+    """Every answer has as many tokens."""
+
+    tokens: Positive
+
+
+class Recorded(Settings, frozen=True, tag_field="type", tag="recorded"):
+    """Groups as they were in a run: drawn whole, so that hard prompts stay hard for all their answers."""
+
+    groups: Annotated[tuple[Annotated[tuple[Positive, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
+    """Lengths of the answers of each recorded group."""
+
+
+class Affine(Settings, frozen=True, tag_field="type", tag="affine"):
+    """A decoding step takes `seconds + per_row * rows`."""
+
+    seconds: NonNegative = 0.0
+    per_row: NonNegative = 0.0
+
+    def at(self, rows: int) -> float:
+        return self.seconds + self.per_row * rows
+
+
+class Table(Settings, frozen=True, tag_field="type", tag="table"):
+    """Seconds of a decoding step at some batch sizes; straight lines between them, and the last one goes on."""
+
+    rows: Annotated[tuple[Positive, ...], Meta(min_length=1)]
+    seconds: Annotated[tuple[AboveZero, ...], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.seconds):
+            raise ValueError(f"rows has {len(self.rows)} numbers and seconds {len(self.seconds)}: one for each")
+        if list(self.rows) != sorted(set(self.rows)):
+            raise ValueError(f"rows={list(self.rows)} must rise")
+
+    def at(self, rows: int) -> float:
+        place = sum(known < rows for known in self.rows[:-1])
+        if place == 0:
+            return self.seconds[0]
+        (left, right), (low, high) = self.rows[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
+        return max(low, low + (high - low) * (rows - left) / (right - left))
+
+
+class Speculation(Settings, frozen=True):
+    """Drafts: each step gives several tokens and takes longer."""
+
+    accepted: Annotated[float, Meta(ge=1)] = 1.0
+    """Tokens per step and answer, the policy's own included."""
+    cost: Annotated[float, Meta(ge=1)] = 1.0
+    """Time of a step that drafts and checks, relative to a plain one of the same batch."""
+    up_to_batch: Natural = 0
+    """Plain decoding with more rows than this; 0 always drafts."""
+
+
+class EngineCost(Settings, frozen=True):
+    """One engine."""
+
+    gpus: Positive = 1
+    """That one engine takes."""
+    max_batch: Positive = 256
+    """Answers decoded together; further ones wait in the engine."""
+    step: Affine | Table = Affine()
+    """A decoding step by the number of answers in it, without what their length adds."""
+    per_context_token: NonNegative = 0.0
+    """Added to a step for each token, given or sampled, that the answers in it have so far: reading the KV cache."""
+    per_prefilled_token: NonNegative = 0.0
+    """The engine stands still for it: each prompt, and all again after an update with on_update=recompute."""
+    speculation: Speculation = Speculation()
+    join_seconds: NonNegative = 0.0
+    """From the wish for a further engine until it serves: machine, model, weights."""
+
+
+class TrainerCost(Settings, frozen=True):
+    """The trainer."""
+
+    gpus: Positive = 1
+    """That it has where no split is asked for."""
+    per_token: NonNegative = 0.0
+    """Seconds of one GPU for each sampled token that is trained on; more GPUs share it evenly."""
+    per_take: NonNegative = 0.0
+    """Of each forward and backward, whatever its size."""
+    per_step: NonNegative = 0.0
+    """Of each update, and what else happens once a step."""
+
+
+class SyncCost(Settings, frozen=True):
+    """New weights."""
+
+    seconds: NonNegative = 0.0
+    """From the update until every engine serves it."""
+    pause: NonNegative = 0.0
+    """The last part of it, in which engines stand still."""
+
+    def __post_init__(self) -> None:
+        if self.pause > self.seconds:
+            raise ValueError(f"pause={self.pause:g} is a part of seconds={self.seconds:g} and cannot be more")
+
+
+class RewardCost(Settings, frozen=True):
+    """From the last token of an answer until it lies in the buffer."""
+
+    gather: NonNegative = 0.05
+    """Finished answers of one engine wait this long for company."""
+    seconds: NonNegative = 0.0
+    """Of one worker for one answer; `reward.workers` of the run share them."""
+    latency: NonNegative = 0.0
+    """Of the way there."""
+
+
+class Profile(Settings, frozen=True):
+    """Everything that is not in the run's own settings."""
+
+    lengths: LogNormal | Fixed | Recorded = LogNormal()
+    """Sampled tokens of an answer; `rollout.max_tokens` of the run cuts it."""
+    prompt_tokens: Natural = 0
+    engine: EngineCost = EngineCost()
+    trainer: TrainerCost = TrainerCost()
+    sync: SyncCost = SyncCost()
+    reward: RewardCost = RewardCost()
+    informative: Fraction = 1.0
+    """Share of the groups whose rewards differ. The trainer computes nothing for the others."""
+    kl_per_version: NonNegative = 0.0
+    """Mismatch KL for each version of age, which is what `staleness=ess` and `kl` watch."""
+    source: str = ""
+    """Where the numbers are from."""
+
+
+def convert(raw: Mapping[str, Any]) -> Profile:
+    """A checked profile, or ConfigError with the path of what is wrong."""
+    if unknown := unknown_keys(raw, Profile):
+        raise ConfigError("\n".join(f"profile: {sentence}" for sentence in unknown))
+    try:
+        return msgspec.convert(raw, Profile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"profile: {explain(error, raw, Profile)}") from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A profile as it stands in a file, not yet checked."""
+    try:
+        raw = msgspec.yaml.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; name a profile, or give --from RUN to measure one") from None
+    except (msgspec.DecodeError, IsADirectoryError) as error:
+        raise ConfigError(f"{path} is not a profile: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} is not a profile: it holds no settings")
+    return raw
+
+
+def to_yaml(profile: Profile) -> bytes:
+    """What differs from the defaults; `convert` gives the same profile back."""
+    return msgspec.yaml.encode(msgspec.to_builtins(profile))

@@ -1,0 +1,141 @@
+"""The simulator against real runs, against published figures, and against the clock.
+
+    python -m benchmarks.simulator                  all three; minutes, most of them real runs
+    python -m benchmarks.simulator --only published
+
+Each real pair is two runs with different settings: the first is measured, the second predicted from it and compared.
+Real runs want an otherwise idle machine: both runs of a pair must have the same machine for a prediction to mean
+anything.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from asyncrl.config import Buffer, Flow, Rollout, Run, WarmStart
+from asyncrl.engines.settings import FakeEngine
+from asyncrl.rundir import RunDirectory
+from asyncrl.simulation.calibration import calibrate
+from asyncrl.simulation.loop import simulate
+from asyncrl.simulation.profile import Affine, EngineCost, LogNormal, Profile, SyncCost, TrainerCost
+from asyncrl.simulation.sizing import shortened, size
+from asyncrl.tasks.settings import ChainsTask
+from asyncrl.training.warm_start import make_model
+from benchmarks.published import Line, nemo_lines, verl_lines
+from benchmarks.runs import run as run_really
+from pipelines.compose import from_yaml
+
+COMMON = ("evaluation.prompts=0", "evaluation.every=0", "checkpoint.every=0", "trainer.device=cpu")
+COIN = Path(__file__).with_name("coin.py")
+FAKE = (
+    *("engine=fake", "engine.vocabulary=12", "engine.step_seconds=0.02", "engine.median_tokens=24"),
+    *("rollout.max_tokens=200", "flow.groups_per_step=16", f"reward.function={COIN}:reward", "sentinel.max_kl=0"),
+)
+
+
+class Pair(NamedTuple):
+    """What is measured, and what is predicted from it."""
+
+    common: tuple[str, ...]
+    measured: tuple[str, ...]
+    predicted: tuple[tuple[str, ...], ...]
+
+
+PAIRS = {
+    "fake": Pair(
+        FAKE,
+        ("max_staleness=2",),
+        (("max_staleness=0",), ("max_staleness=1", "rollout.replicas=2", "engine.max_batch=32"), ("engine.sigma=1.3",)),
+    ),
+    "native": Pair((), ("max_staleness=2",), (("max_staleness=0",), ("flow.groups_per_step=16",))),
+}
+
+
+def real(steps: int, names: Iterable[str]) -> Iterator[Line]:
+    """Throughput and wait of real runs; waits are shares of the run's time, in percent."""
+    root = Path(tempfile.mkdtemp(prefix="asyncrl-simulator-"))
+    model = make_model(WarmStart(), ChainsTask(), 0, root / "model")
+    start = (*COMMON, "model=checkpoint", f"model.path={model}", f"steps={steps}")
+    for name in names:
+        pair = PAIRS[name]
+        profile: Profile | None = None
+        for place, own in enumerate((pair.measured, *pair.predicted)):
+            directory, summary = run_really(*start, *pair.common, *own, directory=root / f"{name}-{place}")
+            settings = from_yaml(directory / "config.yaml")
+            profile = profile or calibrate(RunDirectory.open(directory), settings)
+            found = simulate(settings, _with_engine(profile, settings)).rates
+            what, kind = f"{name} {' '.join(own)}", "predicted" if place else "measured"
+            yield Line(f"{what}: samples/s", summary["samples_per_second"], found.samples_per_second, kind)
+            waited = 100 * summary["trainer_wait_fraction"], 100 * found.trainer_wait
+            yield Line(f"{what}: trainer waits, %", *waited, kind)
+
+
+def _with_engine(profile: Profile, settings: Run) -> Profile:
+    """The measured costs with another engine's batch; a fake engine's answers follow its own settings."""
+    engine = msgspec.structs.replace(profile.engine, max_batch=settings.engine.max_batch)
+    profile = msgspec.structs.replace(profile, engine=engine)
+    if isinstance(settings.engine, FakeEngine):
+        lengths = LogNormal(median=settings.engine.median_tokens, sigma=settings.engine.sigma)
+        profile = msgspec.structs.replace(profile, lengths=lengths)
+    return profile
+
+
+def large(gpus: int = 4096) -> float:
+    """Seconds to find the best split of a large cluster; 16,384 answers a step."""
+    settings = Run(
+        steps=100,
+        max_staleness=2,
+        rollout=Rollout(group_size=16, max_tokens=28_672),
+        flow=Flow(groups_per_step=1024, groups_per_take=64, group_timeout_s=1e6),
+        buffer=Buffer(max_bytes=1 << 40),
+    )
+    profile = Profile(
+        lengths=LogNormal(median=2000, sigma=1.0, between=0.5),
+        engine=EngineCost(step=Affine(seconds=0.006, per_row=5e-5), per_context_token=1e-9),
+        trainer=TrainerCost(per_token=2e-3),
+        sync=SyncCost(seconds=5.0, pause=1.0),
+        source="an invented one, for the clock",
+    )
+    begun = time.perf_counter()
+    found = size(shortened(settings, None), profile, gpus)
+    seconds = time.perf_counter() - begun
+    best = found.splits[found.best]
+    print(
+        f"{gpus} GPUs, {len(found.splits)} splits in {seconds:.0f} s on {os.cpu_count()} cores; simulated best "
+        f"{best.rollout_gpus} : {best.trainer_gpus}, {best.rates.samples_per_second:.0f} samples/s"
+    )
+    return seconds
+
+
+def show(lines: Iterable[Line], left: str) -> None:
+    print(f"{'':62}{left:>10}{'simulated':>11}{'':>7}")
+    for line in lines:
+        print(
+            f"{line.what:62}{line.published:>10.4g}{line.simulated:>11.4g}{line.error:>+7.0%}  {line.kind}", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("real", "published", "large"))
+    parser.add_argument("--runs", nargs="+", choices=tuple(PAIRS), default=list(PAIRS), help="pairs of real runs")
+    parser.add_argument("--steps", type=int, default=40, help="of each real run")
+    options = parser.parse_args()
+    if options.only in (None, "published"):
+        show([*nemo_lines(), *verl_lines()], "published")
+        print("verl with answers of twice the length:")
+        show(verl_lines(2.0), "published")
+    if options.only in (None, "large"):
+        large()
+    if options.only in (None, "real"):
+        show(real(options.steps, options.runs), "real")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Costs are found in what a run leaves behind; `asyncrl simulate` says what it would cost elsewhere."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.config import WarmStart
+from asyncrl.rundir import RunDirectory
+from asyncrl.simulation.calibration import Sample, calibrate, step_time
+from asyncrl.simulation.loop import simulate
+from asyncrl.simulation.profile import Affine, Recorded
+from asyncrl.tasks.settings import ChainsTask
+from asyncrl.training.warm_start import make_model
+from pipelines import cli
+from pipelines.compose import from_yaml
+from tests.pipelines import helpers
+
+COIN = Path(__file__).parents[2] / "benchmarks" / "coin.py"
+Call = Callable[..., tuple[int, str, str]]
+
+
+def wave(engine: str, begin: float, tokens: list[int], pace: Callable[[int], float]) -> list[Sample]:
+    """Answers that begin together and leave the batch one after the other."""
+    found: list[Sample] = []
+    now, done = begin, 0
+    for place, length in enumerate(sorted(tokens)):
+        now += (length - done) * pace(len(tokens) - place)
+        done = length
+        found.append(Sample(place, engine, begin, now, length, 5, 0.0))
+    return found
+
+
+def test_the_pace_of_an_engine_is_found_in_its_answers() -> None:
+    samples = [
+        sample
+        for rows in (1, 2, 5, 20, 40)
+        for sample in wave(f"rollout-{rows % 2}", 100.0 * rows, [50] * rows, lambda b: 0.01 + 0.002 * b)
+    ]
+    found = step_time(samples, max_batch=64)
+    assert (found.seconds, found.per_row) == pytest.approx((0.01, 0.002))
+
+
+def test_answers_that_wait_for_a_row_do_not_count_as_slow() -> None:
+    """Three waves of 4 in an engine of 4 rows, all given at once: 0.02 s a step."""
+    samples = [Sample(i, "rollout-0", 0.0, (i // 4 + 1) * 50 * 0.02, 50, 5, 0.0) for i in range(12)]
+    found = step_time(samples, max_batch=4)
+    assert found.at(4) == pytest.approx(0.02)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of the fake engine, in which steps take time."""
+    root = tmp_path_factory.mktemp("simulated")
+    model = make_model(WarmStart(steps=1), ChainsTask(), 0, root / "model")
+    settings = ("steps=8", "max_staleness=1", "flow.groups_per_take=2", "evaluation.prompts=0", "checkpoint.every=0")
+    fake = ("engine=fake", "engine.vocabulary=8", "engine.step_seconds=0.005", "rollout.max_tokens=60")
+    coin = (f"reward.function={COIN}:reward", "sentinel.max_kl=0")
+    helpers.finish(helpers.start(root, model, *settings, *fake, *coin))
+    return root / "run"
+
+
+def test_a_run_is_measured(recorded: Path) -> None:
+    directory = RunDirectory.open(recorded)
+    settings = from_yaml(directory.config)
+    profile = calibrate(directory, settings)
+    assert isinstance(profile.lengths, Recorded)
+    assert len(profile.lengths.groups) >= 8 * 4
+    assert isinstance(profile.engine.step, Affine)
+    assert profile.engine.step.at(1) >= 0.005  # no step is faster than the engine's pace
+    assert profile.trainer.per_take + profile.trainer.per_token > 0
+    assert profile.sync.seconds > 0
+    assert 0 < profile.informative < 1
+    found = simulate(settings, profile)
+    assert found.rates.staleness_max <= 1
+    assert found.rates.samples_per_second > 0
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.chdir(tmp_path)
+
+    def said(*words: str | Path) -> tuple[int, str, str]:
+        code = cli.main(["simulate", *map(str, words)])
+        return code, *capsys.readouterr()
+
+    return said
+
+
+def test_from_a_run_to_a_profile_to_a_split(recorded: Path, call: Call) -> None:
+    code, out, _ = call("--from", recorded, "--save", "costs.yaml", "--steps", 3)
+    assert code == 0
+    assert "SIMULATED" in out
+    code, out, _ = call(
+        *("rollout.group_size=4", "flow.groups_per_step=4", "flow.groups_per_take=1", "max_staleness=2"),
+        *("profile.trainer.per_token=0.01", "--profile", "costs.yaml", "--gpus", 8, "--steps", 3, "--json"),
+        *("--out", "split.html"),
+    )
+    found = json.loads(out)
+    assert (code, found["simulated"], found["gpus"]) == (0, True, 8)
+    assert all(split["simulated"] for split in found["splits"])
+    assert all(split["rollout_gpus"] + split["trainer_gpus"] == 8 for split in found["splits"])
+    rates = [split["rates"]["samples_per_second"] for split in found["splits"]]
+    assert max(rates) == rates[found["best"]]
+    assert "SIMULATED" in Path("split.html").read_text()
+
+
+def test_other_settings_of_a_recorded_run(recorded: Path, call: Call) -> None:
+    outcomes = [
+        json.loads(call("--from", recorded, f"max_staleness={k}", "--steps", 8, "--json")[1])["rates"] for k in (0, 3)
+    ]
+    assert [each["staleness_max"] <= k for each, k in zip(outcomes, (0, 3), strict=True)] == [True, True]
+    assert outcomes[0]["trainer_wait"] > outcomes[1]["trainer_wait"]
+
+
+@pytest.mark.parametrize("name", ["h20_7b", "gb200_8b"])
+def test_profiles_that_come_along(name: str, call: Call) -> None:
+    code, out, err = call(
+        *("rollout.group_size=4", "flow.groups_per_step=8", "rollout.max_tokens=20000", "flow.group_timeout_s=9999"),
+        *("--profile", name, "--gpus", 16, "--trainer-gpus", 8, "--steps", 2),
+    )
+    assert (code, err) == (0, "")
+    assert "8 : 8" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "--from RUN measures a finished run, --profile takes a file or one of gb200_8b, h20_7b"),
+        (("--profile", "h20"), "--profile h20 is no file and not shipped: did you mean h20_7b?"),
+        (("--profile", "bad.yaml"), "profile: unknown key engine.steps: did you mean engine.step?"),
+        (("--profile", "h20_7b", "profile.sync.pause=9"), "pause=9 is a part of seconds=4.2"),
+        (("--profile", "h20_7b", "profile.lengths.sigma=-1"), "lengths.sigma"),
+        (("--profile", "h20_7b", "profile.trainer.gpus.x=1"), "profile.gpus is a single value"),
+        (("--profile", "h20_7b", "--gpus", "4"), "--gpus 4 cannot be split"),
+        (("--profile", "h20_7b", "--gpus", "8", "--trainer-gpus", "6"), "--trainer-gpus 6 of --gpus 8 leaves no"),
+        (("--profile", "h20_7b", "max_stalenes=1"), "unknown key max_stalenes: did you mean max_staleness?"),
+        (("--from", "nowhere"), "nowhere is not a run directory"),
+    ],
+)
+def test_refusals_name_the_field(words: tuple[str, ...], complaint: str, call: Call) -> None:
+    Path("bad.yaml").write_bytes(msgspec.yaml.encode({"engine": {"steps": 1}}))
+    code, _, err = call(*words)
+    assert code == 2
+    assert complaint in err
