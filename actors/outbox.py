@@ -15,7 +15,7 @@ from asyncrl.types import Slot, Trajectory
 GATHER_SECONDS = 0.05
 """How long finished answers wait for company, at least."""
 LONGEST_SECONDS = 1.0
-CALLS_PER_SECOND = 160
+CALLS_PER_SECOND = 100
 """That the engines of a run make together: one buffer serves them all, and a call costs it more than what is in it."""
 
 

@@ -72,9 +72,11 @@ class RolloutActor:
         self._reward = reward
         self._tokenizer: Tokenizer = load_tokenizer(model_path)
         self._engine: Engine = build_engine(run, model_path, name=name)
-        gather_s = gather_seconds(max(run.rollout.replicas, run.elastic.max))
-        self._outbox = Outbox(buffer, reward, lambda slot: self._activity.stage(slot, "append"), gather_s)
-        self._notes = Notes(buffer)
+        engines = max(run.rollout.replicas, run.elastic.max)
+        self._outbox = Outbox(
+            buffer, reward, lambda slot: self._activity.stage(slot, "append"), gather_seconds(engines)
+        )
+        self._notes = Notes(buffer, engines)
         self._aborts: set[asyncio.Task[None]] = set()
         self._trial = Trial()
         self._evaluations = count()

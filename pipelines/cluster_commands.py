@@ -81,7 +81,7 @@ class Cluster:
         """Bring it up, or the checkout on it up to date: a Ray that runs is not restarted, nor are its jobs lost."""
         mounts = self._file["file_mounts"].items()
         auth.ensure_token(
-            Path(next(ours for place, ours in mounts if place.endswith(cluster_rules.TOKEN))).expanduser()
+            Path(next(ours for place, ours in mounts if place.endswith(cluster_rules.MOUNTED_AT))).expanduser()
         )
         self._knock()
         restart = ["--no-restart"] if self._runs() else []

@@ -16,7 +16,8 @@ from asyncrl.placement import ROLLOUT_SLOT, TRAINER_SLOT
 from asyncrl.refusals import did_you_mean
 from pipelines import cluster_kuberay, cluster_schema
 
-TOKEN = ".ray/auth_token"  # noqa: S105  (where Ray looks for it)
+MOUNTED_AT = ".ray/auth_token"
+"""Where Ray looks for the token."""
 STARTS = ("head_start_ray_commands", "worker_start_ray_commands")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WORKER_PORTS = range(10002, 20000)
@@ -94,8 +95,8 @@ def _shape(cluster: dict[str, Any]) -> Iterator[str]:
 
 
 def _token(cluster: dict[str, Any]) -> Iterator[str]:
-    if not any(place.endswith(TOKEN) for place in cluster["file_mounts"]):
-        yield f"file_mounts={cluster['file_mounts']}: no token is mounted; add `~/{TOKEN}: ~/{TOKEN}`"
+    if not any(place.endswith(MOUNTED_AT) for place in cluster["file_mounts"]):
+        yield f"file_mounts={cluster['file_mounts']}: no token is mounted; add `~/{MOUNTED_AT}: ~/{MOUNTED_AT}`"
     everywhere = " ".join((*cluster["initialization_commands"], *cluster["setup_commands"]))
     for field, command in _starts(cluster):
         if "RAY_AUTH_MODE=token" not in f"{everywhere} {command}":
