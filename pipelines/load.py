@@ -64,8 +64,5 @@ class Load:
             )
             limit.observe(now, self._held[name], pressure)
 
-    def limits(self) -> dict[str, int]:
-        return {name: limit.limit for name, limit in self._limits.items()}
-
     def forget(self, name: str) -> None:
         self._limits.pop(name, None)

@@ -52,11 +52,9 @@ class FleetHealth:
             raise ValueError(f"{name} is or was here already: a new engine has a new name")
         self.replicas[name] = Replica("joining", version=version)
 
-    def drain(self, name: str) -> bool:
-        """It gets nothing to do from now on; whether it still has something to hand over."""
-        lives = self.replicas[name].state == "healthy"
+    def drain(self, name: str) -> None:
+        """It gets nothing to do from now on."""
         self.replicas[name].state = "draining"
-        return lives
 
     def left(self, name: str) -> None:
         """It is no part of the run any more."""

@@ -43,7 +43,7 @@ def test_one_that_joins_serves_only_under_the_current_version_and_one_that_leave
     assert (health.serving, health.reachable) == (("a",), ("a", "b"))
     health.acknowledged("b", 4)
     assert health.serving == ("a", "b")
-    assert health.drain("b")
+    health.drain("b")
     assert (health.serving, health.reachable) == (("a",), ("a", "b")), "it gets weights until it has left"
     assert not health.died("b"), "nobody needs it"
     health.left("b")
