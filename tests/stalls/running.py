@@ -12,6 +12,7 @@ from asyncrl.rundir import RunDirectory
 from asyncrl.stalls.picture import Explanation
 from pipelines import starting_head, train
 from pipelines.compose import compose
+from pipelines.placement import here
 from pipelines.progress import Progress
 from pipelines.recorder import Recorder
 from pipelines.watchdog import Watchdog
@@ -92,7 +93,7 @@ async def _beside(
     spawner: Spawner,
     scenario: Scenario,
 ) -> None:
-    work = train._train(run, directory, recorder, watchdog.over(spawner), model, None, resumed=False)
+    work = train._train(run, here(run), directory, recorder, watchdog.over(spawner), model, None, resumed=False)
     running = asyncio.create_task(watchdog.guard(work))
     playing = asyncio.ensure_future(scenario(watchdog, recorder))
     await asyncio.wait({running, playing}, return_when=asyncio.FIRST_COMPLETED)

@@ -39,6 +39,7 @@ from asyncrl.models.head import TokenLogprobs
 from asyncrl.training.credit import Credit
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.packing import PackedBatch, block, pack
+from asyncrl.training.ranks import Ranks
 from asyncrl.types import Group, Segment, Slot, Trajectory
 
 LN2, LN3 = math.log(2), math.log(3)
@@ -261,7 +262,7 @@ def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
     )
     (batch,) = pack([block(Group(id=0, trajectories=trajectories), found.tolist())], 100)
     policy, reference = (_Policy(_tensor(*logp)) for logp in ((-1.0, -1.0, -2.0), (-1.2, -1.4, -1.4)))
-    (credited,) = Credit(settings, policy, reference, None).assign([batch])
+    (credited,) = Credit(settings, policy, reference, None, Ranks()).assign([batch])
     scale = math.sqrt(0.14 / 3) + EPSILON
     assert credited.advantage_L.tolist() == pytest.approx([0.1 / scale, 0.2 / scale, -0.3 / scale], rel=1e-5)
 
