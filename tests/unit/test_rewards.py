@@ -151,7 +151,9 @@ def test_a_worker_that_dies_between_two_calls_costs_no_sample(settings: Reward) 
         (pid,) = await pool.score(inputs(["pid"]))
         assert isinstance(pid, float)
         os.kill(int(pid), signal.SIGKILL)
-        await asyncio.to_thread(wait_until, lambda: not Path(f"/proc/{int(pid)}").exists())  # gone and reaped
+        child = pool._workers[0]._child
+        assert child is not None
+        assert await child.fate() == "killed by SIGKILL"  # gone, reaped, and known to be
         results = await pool.score(inputs(["good"]))
         await pool.close()
         return results
