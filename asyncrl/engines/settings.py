@@ -37,6 +37,9 @@ class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vll
     """Tokens computed per step, prompts and decoding rows together."""
     memory: Probability = 0.45
     """Share of a GPU's memory for weights and KV cache; the trainer takes the rest when both share a card."""
+    gpu_cache_gib: NonNegative = 0.0
+    """KV cache on a GPU, in GiB; 0: what `memory` leaves, which vLLM measures as it starts. With a size nothing is
+    measured, so that engines can start while others on the same card come and go."""
     cpu_cache_gib: Positive = 1
     """KV cache on a CPU, in GiB."""
     threads: Positive = 1

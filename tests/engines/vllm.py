@@ -15,7 +15,7 @@ from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm import versions
 from tests.engines.driving import Driver, T
 
-TINY = VllmEngine(max_batch=64, max_length=512, eager=True, memory=0.2)
+TINY = VllmEngine(max_batch=64, max_length=512, eager=True, memory=0.05, gpu_cache_gib=1)
 needs_vllm = pytest.mark.skipif(
     versions.problem(versions.installed()) is not None, reason=str(versions.problem(versions.installed()))
 )

@@ -46,6 +46,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         scheduling_policy="priority",  # as they come, but for the probe of new weights, which goes first
         max_num_batched_tokens=max(settings.prefill_chunk, settings.max_batch),
         gpu_memory_utilization=settings.memory,
+        kv_cache_memory_bytes=int(settings.gpu_cache_gib * 2**30) or None,
         tensor_parallel_size=settings.tensor_parallel,
         distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
         enforce_eager=settings.eager,
