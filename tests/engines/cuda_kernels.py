@@ -10,35 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels import torch_kernels
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Queries
-
-TORCH = torch_kernels.KERNELS
-TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-
-
-class Place(NamedTuple):
-    device: torch.device
-    large: bool
-    """Shapes of a real model, which the interpreter would take hours for."""
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(self.device, dtype)
-
-    def integers(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-
-def close(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    torch.cuda.synchronize() if found.is_cuda else None
-    tolerance = TOLERANCE[found.dtype] if tolerance is None else tolerance
-    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
-
-
-def both(run: Callable[[Kernels], Tensor]) -> tuple[Tensor, Tensor]:
-    from asyncrl.engines.native.cuda.kernels import triton_kernels
-
-    return run(triton_kernels.KERNELS), run(TORCH)
+from tests.engines.cuda_places import Place, both, close
+from tests.engines.cuda_verification import verify, verify_leaves_the_targets_distribution
 
 
 def embed(place: Place) -> None:
@@ -243,6 +217,8 @@ CHECKS: dict[str, Callable[[Place], None]] = {
         attend_ignores_what_lies_behind_the_end,
         sample,
         sample_says_that_logits_are_no_numbers,
+        verify,
+        verify_leaves_the_targets_distribution,
     )
 }
 

@@ -17,7 +17,9 @@ from asyncrl.drafting.settings import (
     NgramDrafter,
     Strategy,
 )
+from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.engines.native.speculation.source import Chooser
 from asyncrl.engines.settings import NativeEngine as NativeSettings
 from asyncrl.models.config import read_config
 from asyncrl.models.decoder import Decoder, Taps
@@ -100,6 +102,23 @@ def save_heads(target: Path, folder: Path) -> None:
 def drafting(kind: str, folder: Path) -> Callable[..., NativeEngine]:
     def make(path: Path, **settings: Any) -> NativeEngine:
         return NativeEngine(path, NativeSettings(**settings), drafter(kind, folder), name="native")
+
+    return make
+
+
+def paged_drafting(kind: str, folder: Path, device: str = "cpu") -> Callable[..., CudaEngine]:
+    """The engine for GPUs; on a CPU with its kernels in torch."""
+
+    def make(path: Path, *, chooser: Chooser | None = None, pages: int | None = None, **settings: Any) -> CudaEngine:
+        return CudaEngine(
+            path,
+            NativeSettings(**settings),
+            drafter(kind, folder),
+            name="paged",
+            device=torch.device(device),
+            chooser=chooser,
+            pages=pages,
+        )
 
     return make
 

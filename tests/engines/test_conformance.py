@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from asyncrl.engines.base import OnUpdate
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.types import WeightManifest
-from tests.engines.drafters import DRAFTERS, GUESSING, drafting, save_heads
+from tests.engines.drafters import DRAFTERS, GUESSING, drafting, paged_drafting, save_heads
 from tests.engines.driving import (
     LONG,
     PROMPT,
@@ -74,19 +74,21 @@ def _driver(request: pytest.FixtureRequest, path: Path) -> Driver:
     if request.param in DRAFTERS:
         make = drafting(request.param, request.getfixturevalue("heads"))
         return Driver(make, path, redrafts=request.param not in GUESSING)
+    where, _, kind = request.param.partition("_")
+    if kind:
+        make = paged_drafting(kind, request.getfixturevalue("heads"), "cpu" if where == "paged" else where)
+        return Driver(make, path, redrafts=kind not in GUESSING)
     return Driver({"native": native, "paged": paged, "cuda": cuda, "fake": fake}[request.param], path)
 
 
-NATIVE = [
-    "native",
-    "paged",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
-    ),
-]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+NATIVE = ["native", "paged", pytest.param("cuda", marks=ON_GPU)]
 VLLM = pytest.param("vllm", marks=needs_vllm)
-WITH_DRAFTER = [pytest.param(kind, marks=pytest.mark.slow if kind == "eagle" else ()) for kind in DRAFTERS]
+WITH_DRAFTER = [
+    *(pytest.param(kind, marks=pytest.mark.slow if kind == "eagle" else ()) for kind in DRAFTERS),
+    *(pytest.param(f"paged_{kind}", marks=pytest.mark.slow) for kind in ("eagle", "eagle3", "ngram")),
+    *(pytest.param(f"cuda_{kind}", marks=ON_GPU) for kind in ("eagle", "eagle3", "ngram")),
+]
 
 
 @pytest.fixture(params=[*NATIVE, "fake", VLLM, *WITH_DRAFTER])

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.drafting.settings import DrafterSettings, NoDrafter
+from asyncrl.drafting.settings import DrafterSettings
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.engines.native.speculation.build import has_trees
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.precision.settings import Fp8, numerics
@@ -36,14 +37,12 @@ def build_native(
 
 
 def on_gpu(settings: Settings, drafter: DrafterSettings) -> bool:
-    """Drafters still need the CPU: `auto` goes there with one."""
+    """Trees of drafts need the CPU: `auto` goes there with them."""
     if settings.device == "cpu":
         return False
-    plain, found = isinstance(drafter, NoDrafter), torch.cuda.is_available()
+    found = torch.cuda.is_available()
     if settings.device == "auto":
-        return plain and found
+        return found and not has_trees(drafter)
     if not found:
         raise EngineError("engine.device=cuda, but torch finds no GPU; use engine.device=cpu or auto")
-    if not plain:
-        raise EngineError("engine.device=cuda decodes without a drafter; use engine.device=cpu, or drafter=none")
     return True

@@ -20,7 +20,7 @@ from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
 from asyncrl.engines.native.scheduler import Scheduler
 from asyncrl.engines.native.slots import SlotTable
-from asyncrl.engines.native.speculation.build import build_source, spare_slots
+from asyncrl.engines.native.speculation.build import build_source, no_head, spare_slots
 from asyncrl.engines.native.speculation.drafts import DraftTable
 from asyncrl.engines.native.speculation.heads import HeadSource
 from asyncrl.engines.native.speculation.source import Chooser
@@ -60,8 +60,7 @@ class NativeEngine(RowEngine):
     async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
         self._require_serving(f"a drafter of version {manifest.version}")
         if self._head is None:
-            tag = self._drafter.__struct_config__.tag
-            raise EngineError(f"engine {self.name} has no drafting head, as drafter={tag}; use drafter=eagle or eagle3")
+            raise EngineError(no_head(self.name, self._drafter))
         digest = self._head.load(manifest, Receiver(self.name, f"drafter {self._drafter_version}", "drafting head"))
         self._drafter_version = manifest.version
         return WeightAck(self.name, manifest.version, digest)

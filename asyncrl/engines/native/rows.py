@@ -2,11 +2,11 @@
 
 from math import isnan
 
-from asyncrl.drafting.settings import DrafterSettings
+from asyncrl.drafting.settings import DrafterSettings, Strategy
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.native.slots import Ended, SlotTable
 from asyncrl.engines.native.speculation.build import build_chooser
-from asyncrl.engines.native.speculation.source import Chooser
+from asyncrl.engines.native.speculation.source import Chooser, Forceable
 from asyncrl.engines.native.speculation.speculator import Tally
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
@@ -20,8 +20,12 @@ class RowEngine(CooperativeEngine):
         super().__init__(name, version)
         self.settings, self._drafter = settings, drafter
         self._generated = self._prefilled = self._reprefilled = 0
-        self._chooser = chooser or build_chooser(drafter)
+        self._chooser = Forceable(chooser or build_chooser(drafter))
         self._tally = Tally()
+
+    async def force_depth(self, depth: int | None) -> None:
+        """Draft so many tokens, whatever pays; None: the chooser chooses again. For measurements."""
+        self._chooser.forced = None if depth is None else Strategy(depth=depth)
 
     def stats(self) -> EngineStats:
         tally = self._tally

@@ -122,6 +122,11 @@ class SlotTable:
         """The live rows that are not greedy."""
         return self.temperature[: self.count] > 0
 
+    def restricted(self) -> Column:
+        """The live rows that sample from a part of the vocabulary."""
+        rows = slice(0, self.count)
+        return (self.temperature[rows] > 0) & ((self._top_k[rows] > 0) | (self._top_p[rows] < 1))
+
     def settings(self) -> RowSettings:
         """Sampling settings of the live rows; made again only when rows changed."""
         if self._settings is None:

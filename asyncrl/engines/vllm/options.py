@@ -33,6 +33,7 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
 
 def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
     settings = vllm_in(settings, precision)
+    most = settings.max_batch * settings.max_length  # a larger batch is an illegal memory access on a GPU in 0.26
     return AsyncEngineArgs(
         model=str(model),
         trust_remote_code="trust_remote_code" in settings.allow_unsafe,
@@ -44,7 +45,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_batch,
         scheduling_policy="priority",  # as they come, but for the probe of new weights, which goes first
-        max_num_batched_tokens=max(settings.prefill_chunk, settings.max_batch),
+        max_num_batched_tokens=min(max(settings.prefill_chunk, settings.max_batch), most),
         gpu_memory_utilization=settings.memory,
         kv_cache_memory_bytes=int(settings.gpu_cache_gib * 2**30) or None,
         tensor_parallel_size=settings.tensor_parallel,
@@ -56,9 +57,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),
         scheduler_cls="asyncrl.engines.vllm.scheduler.adaptive_scheduler" if is_adaptive(drafter) else None,
-        worker_cls="asyncrl.engines.vllm.drafting_worker.DraftingWorker"
-        if is_adaptive(drafter) and has_gpu()
-        else "auto",
+        worker_cls=WORKER if is_adaptive(drafter) and has_gpu() else "auto",
         worker_extension_cls="asyncrl.engines.vllm.worker.WeightReader",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         disable_log_stats=False,  # our own logger counts steps and accepted drafts

@@ -1,59 +1,72 @@
 """Steps on the device: launched one after the other, each read by the host while the next one runs.
 
-    plan -> send -> graph (embed, layers, logits, sampling) -> result -> host
+    plan -> send -> graph (embed, layers, logits, sampling) -> board -> host
                       ^                                          |
                       +------- tokens of the next step ----------+
 
 The result stays on the device as the input of the next step, so the device never waits for the host as long as
 planning and recording take less time than a step. Rows with top-k or top-p are drawn once more, by torch, behind the
 graph.
+
+With drafts a step has more columns, and is followed by a graph that drafts for the next one. The host has to know how
+much was accepted before it can plan on; it reads that while the next drafts are made.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from asyncrl.engines.native.cuda.board import Board, Flight
+from asyncrl.engines.native.cuda.drafting import Drafting
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Shape, Sizes, StepInputs
+from asyncrl.engines.native.cuda.kernels.shapes import Drafts
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import Copy
-from asyncrl.engines.native.cuda.timeline import Mark, Timeline
 from asyncrl.engines.native.sampling import Column, RowSettings, sample
+from asyncrl.engines.native.slots import SlotTable
 
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
-class Flight(NamedTuple):
-    """A launched step, and where the host finds its result."""
-
-    mark: Mark
-    token_N: Column
-    logprob_N: Column
-
-
 class Decoding:
-    def __init__(self, model: CudaModel, pages: Tensor, sizes: Sizes, timeline: Timeline, graphs: GraphPool) -> None:
-        self.model, self.inputs, self.graphs = model, StepInputs(sizes, timeline), graphs
-        self._pages, self._kv, self._timeline = pages, pages.unbind(), timeline
+    def __init__(
+        self,
+        model: CudaModel,
+        pages: Tensor,
+        sizes: Sizes,
+        inputs: StepInputs,
+        board: Board,
+        graphs: GraphPool,
+        drafting: Drafting | None = None,
+    ) -> None:
+        """`pages` have a layer for each of the model's, and one for the head of `drafting`."""
+        self.model, self.inputs, self.graphs, self.drafting = model, inputs, graphs, drafting
+        self._board, self._pages = board, pages
+        self._kv = pages.unbind() if drafting is None else pages[:-1].unbind()
         self._buckets = buckets(sizes.rows)
+        self._coarse = [*(1 << power for power in range((sizes.rows - 1).bit_length())), sizes.rows]
         self._tiles = [1 << power for power in range((sizes.tiles - 1).bit_length())] + [sizes.tiles]
-        self._result_2_N = torch.zeros(2, sizes.rows, dtype=torch.int32, device=timeline.device)
-        self._hidden_N_E = pages.new_zeros(sizes.rows, model.embedding_V_E.shape[1])
-        self._read = [timeline.pinned(2, sizes.rows) for _ in range(2)]
+        self._all_final = drafting is not None and drafting.taps() is None
+        tokens = sizes.rows * sizes.width + (sizes.tiles * sizes.tile if self._all_final else 0)
+        self._hidden_T_E = pages.new_zeros(tokens, model.embedding_V_E.shape[1])
 
-    def shape(self, rows: int, tiles: int) -> Shape:
-        """The smallest that fits."""
-        padded = next(size for size in self._buckets if size >= rows)
-        return Shape(padded, 1, next(size for size in self._tiles if size >= tiles) if tiles else 0)
+    def shape(self, rows: int, tiles: int, width: int = 1, *, follow: bool = False) -> Shape:
+        """The smallest that fits. Where drafts come in, the steps of sizes are coarser: there are more kinds."""
+        sizes = self._coarse if follow or width > 1 else self._buckets
+        tiles = _fitting(self._tiles, tiles) if tiles else 0
+        return Shape(_fitting(sizes, rows), width, tiles, follow and self.drafting is not None)
 
-    def capture_all(self) -> None:
-        """For steps without tiles. All rows are padding, so nothing is written."""
-        for rows in reversed(self._buckets):
-            launch = partial(self._launch, Shape(rows))
-            launch()
-            self.graphs.capture(Shape(rows), launch)
+    def capture_all(self, depths: list[int]) -> None:
+        """For steps without tiles, the largest first. All rows are padding, so nothing is written."""
+        wide = [Shape(rows, 1 + depth, 0, self.drafting is not None) for rows in self._coarse for depth in depths]
+        for shape in sorted([*wide, *map(Shape, self._buckets)], key=lambda shape: -shape.rows * shape.width):
+            self._capture(shape, partial(self._launch, shape))
+        if self.drafting is not None:
+            for rows in reversed(self._coarse):
+                for depth in depths:
+                    self._capture(("draft", rows, depth), partial(self.drafting.draft, rows, depth, self._pages[-1]))
 
     def step(self, shape: Shape, rows: int, restricted: RowSettings | None) -> Flight:
         """Run what the inputs say."""
@@ -61,30 +74,75 @@ class Decoding:
         self.graphs.run(shape, partial(self._launch, shape))
         if restricted is not None:
             self._draw_again(shape, rows, restricted)
-        self._read.reverse()
-        read = self._read[0]
-        read.copy_(self._result_2_N, non_blocking=True)  # all of it: a part would be gathered first, and waited for
-        host = read.numpy()
-        return Flight(self._timeline.mark(), host[0], host[1].view("float32"))
+        return self._board.read(shape)
+
+    def draft(self, rows: int, depth: int) -> None:
+        """For the next step, behind what this one has sampled; `rows` are padded."""
+        if self.drafting is not None:
+            launch = partial(self.drafting.draft, rows, depth, self._pages[-1])
+            self.graphs.run(("draft", rows, depth), launch)
+
+    def catch_up(self, slots: SlotTable, table_N_P: Column) -> None:
+        """Let the head follow the rows that it has left alone."""
+        if self.drafting is not None:
+            padded = _fitting(self._coarse, slots.count)
+            self.drafting.catch_up(slots, table_N_P, padded, self.graphs, self._pages[-1])
 
     def copy_page(self, copy: Copy) -> None:
         self._pages[:, :, copy.target].copy_(self._pages[:, :, copy.source])
 
+    def _capture(self, key: object, launch: partial[None]) -> None:
+        launch()
+        self.graphs.capture(key, launch)
+
     def _launch(self, shape: Shape) -> None:
-        inputs, rows = self.inputs, shape.rows
-        sampled_N, hidden_N_E = self._result_2_N[0], self._hidden_N_E[:rows]
-        self.model.forward(inputs.tokens(shape), inputs.queries(shape), sampled_N, self._kv, hidden_N_E)
-        logits_N_V = self.model.logits(hidden_N_E)
-        logprob_N = self._result_2_N[1, :rows].view(torch.float32)
-        temperature_N, uniform_N = inputs.temperature(shape), inputs.uniform(shape)
-        self.model.kernels.sample(logits_N_V, temperature_N, uniform_N, sampled_N[:rows], logprob_N)
+        tokens, queries, count = self.inputs.tokens(shape), self.inputs.queries(shape), shape.rows * shape.width
+        hidden_T_E = self._hidden_T_E[: sum(map(len, tokens)) if self._all_final else count]
+        taps = self.drafting.taps() if self.drafting is not None else None
+        self.model.forward(tokens, queries, self._board.ahead_W_B.view(-1), self._kv, hidden_T_E, taps)
+        self._sample(shape, self.model.logits(hidden_T_E[:count]))
+        if self.drafting is not None:
+            read_T_R = hidden_T_E if taps is None else torch.cat(taps.found_T_E, -1)
+            self.drafting.see(shape, read_T_R, self._pages[-1])
+
+    def _sample(self, shape: Shape, logits_X_V: Tensor) -> None:
+        device, board, rows, count = self.inputs.device, self._board, shape.rows, logits_X_V.shape[0]
+        token_X, logprob_X, temperature_N = board.tokens(shape), board.logprobs(shape), device.temperature_N[:rows]
+        if shape.width == 1:
+            self.model.kernels.sample(logits_X_V, temperature_N, device.plain_X[:count], token_X, logprob_X)
+            if shape.follow:
+                board.accepted(rows).zero_()
+            return
+        grid = rows, shape.width
+        drafts = Drafts(
+            device.token_X[:count].view(grid),
+            board.ahead_W_B,
+            device.drafted_N[:rows],
+            temperature_N,
+            device.plain_X[:count].view(grid),
+            device.accept_X[:count].view(grid),
+            device.residual_X[:count].view(grid),
+            None if self.drafting is None else self.drafting.proposals,
+        )
+        self.model.kernels.verify(logits_X_V, drafts, token_X, logprob_X, board.accepted(rows))
 
     def _draw_again(self, shape: Shape, rows: int, settings: RowSettings) -> None:
-        logits_N_V = self.model.logits(self._hidden_N_E[:rows])
-        uniform_N_1 = self.inputs.uniform(shape)[:rows, None]
-        token_N_1, logprob_N_1 = sample(logits_N_V, settings, uniform_N_1)
-        self._result_2_N[0, :rows] = token_N_1[:, 0]
-        self._result_2_N[1, :rows].view(torch.float32).copy_(logprob_N_1[:, 0])
+        """The first column of rows that sample from a part of the vocabulary; they have no drafts."""
+        assert settings.top_k_N_1 is not None
+        assert settings.top_p_N_1 is not None
+        end, step = rows * shape.width, shape.width
+        logits_N_V = self.model.logits(self._hidden_T_E[:end:step].contiguous())
+        found_N_1 = sample(logits_N_V, settings, self.inputs.device.plain_X[:end:step, None])
+        again_N = ((settings.top_k_N_1 > 0) | (settings.top_p_N_1 < 1))[:, 0]
+        for drawn_N_1, column_X in zip(
+            found_N_1, (self._board.tokens(shape), self._board.logprobs(shape)), strict=True
+        ):
+            column_N = column_X[:end:step]
+            column_N.copy_(torch.where(again_N, drawn_N_1[:, 0].to(column_N.dtype), column_N))
+
+
+def _fitting(sizes: list[int], wanted: int) -> int:
+    return next(size for size in sizes if size >= wanted)
 
 
 def buckets(rows: int) -> list[int]:

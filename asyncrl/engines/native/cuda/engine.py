@@ -5,6 +5,8 @@ submit -> waiting -> Planner -> Decoding.step (device) -> [one step later] SlotT
 `_step` launches the next step before it waits for the last: planning, recording and the turns of the event loop are
 hidden behind the device's work. Before weights change, and before a pause returns, the running step is read, so each
 token has the version that sampled it and a paused engine has nothing under way.
+
+A step that verifies or makes drafts is read at once, behind the drafting of the next ones (`cuda.speculation`).
 """
 
 import asyncio
@@ -13,24 +15,32 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from asyncrl.drafting.settings import DrafterSettings, NoDrafter
+from asyncrl.drafting.bandit import PLAIN
+from asyncrl.drafting.settings import DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job
 from asyncrl.engines.native.cuda import weights
-from asyncrl.engines.native.cuda.decoding import Decoding, Flight
+from asyncrl.engines.native.cuda.board import Board, Flight
+from asyncrl.engines.native.cuda.decoding import Decoding
+from asyncrl.engines.native.cuda.drafting import RING, Drafting
 from asyncrl.engines.native.cuda.graphs import GraphPool
-from asyncrl.engines.native.cuda.inputs import Sizes
+from asyncrl.engines.native.cuda.inputs import Fields, Sizes, StepInputs
 from asyncrl.engines.native.cuda.kernels import torch_kernels
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import PAGE, PageTable, pages_of
 from asyncrl.engines.native.cuda.planner import Planner
+from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_depths
 from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
 from asyncrl.engines.native.sampling import Column, RowSettings
 from asyncrl.engines.native.slots import SlotTable
+from asyncrl.engines.native.speculation.build import build_head, no_head
+from asyncrl.engines.native.speculation.drafts import DraftTable
+from asyncrl.engines.native.speculation.source import Chooser
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.models.checkpoint import load_model
@@ -55,15 +65,21 @@ class CudaEngine(RowEngine):
         device: torch.device | None = None,
         kernels: Kernels | None = None,
         pages: int | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
         """`pages` of keys and values; None: as many as `settings.memory` leaves room for."""
-        super().__init__(settings, drafter or NoDrafter(), name=name, version=version)
+        super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
         self._model_path, self._dtype, self._pages = model_path, dtype, pages
         self._device = device or torch.device("cuda")
         self._kernels = kernels or _kernels(self._device)
+        self._depths = chain_depths(self._drafter)
         self._updating = asyncio.Lock()
         self._flight: Flight | None = None
         self._settings_on_device: tuple[RowSettings, RowSettings | None] | None = None
+        self._drafter_version = 0
+        self._clock = Clock()
+        self._strategy = PLAIN
+        """What has drafted for the next step."""
 
     async def pause(self) -> None:
         await super().pause()
@@ -74,13 +90,7 @@ class CudaEngine(RowEngine):
         async with self._updating:
             self._require_serving(what)
             receiver = Receiver(self.name, f"version {self._version}", "model")
-            # In a thread, and so on another stream: decoding goes on while the published bytes are checked.
-            digest = await asyncio.to_thread(weights.verify, manifest, self._held, receiver)
-            self._require_serving(what)
-            self._drain()
-            with self._timeline.work():
-                weights.load(manifest, self._held, self._device)
-            self._timeline.wait()  # the trainer may write there again once we have answered
+            digest = await self._load(manifest, self._held, receiver, what)
             self._switch_version(manifest.version)
             self._planner.forget_prompts()
             again = self._planner.recompute() if on_update == "recompute" else 0
@@ -88,48 +98,92 @@ class CudaEngine(RowEngine):
         return WeightAck(self.name, manifest.version, digest, again)
 
     async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
-        raise EngineError(f"engine {self.name} has no drafting head on device=cuda; use engine.device=cpu for drafters")
+        what = f"a drafter of version {manifest.version}"
+        async with self._updating:
+            self._require_serving(what)
+            drafting = self._decoding.drafting
+            if drafting is None or self._speculation is None:
+                raise EngineError(no_head(self.name, self._drafter))
+            receiver = Receiver(self.name, f"drafter {self._drafter_version}", "drafting head")
+            with self._timeline.work():
+                held = drafting.held()
+            digest = await self._load(manifest, held, receiver, what)
+            with self._timeline.work():
+                drafting.map_tokens(held.get("d2t"))
+            self._speculation.drop()
+            self._drafter_version = manifest.version
+        return WeightAck(self.name, manifest.version, digest)
+
+    async def _load(self, manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver, what: str) -> str:
+        """Published tensors into those held, between two steps."""
+        # In a thread, and so on another stream: decoding goes on while the published bytes are checked.
+        digest = await asyncio.to_thread(weights.verify, manifest, held, receiver)
+        self._require_serving(what)
+        self._drain()
+        with self._timeline.work():
+            weights.load(manifest, held, self._device)
+        self._timeline.wait()  # the trainer may write there again once we have answered
+        return digest
 
     def _open(self) -> None:
-        settings, device = self.settings, self._device
-        self._timeline = Timeline(device)
+        settings, device, timeline = self.settings, self._device, Timeline(self._device)
         model, config = load_model(self._model_path, self._dtype, device)
-        self._held = dict(hf_tensors(model))
-        pages = self._pages or weights.page_count(config, settings, self._dtype, device)
-        tile = max(16, _TILE_QUERIES * config.kv_heads // config.heads)
-        sizes = Sizes(
-            settings.max_batch, 1, pages_of(settings.max_length), max(1, settings.prefill_chunk // tile), tile
-        )
-        graphs = GraphPool(self._timeline, int(settings.graph_memory_gib * 2**30))
-        with self._timeline.work():
+        drafter, drafting = self._drafter, None
+        self._held, self._timeline = dict(hf_tensors(model)), timeline
+        tile = self._tile = max(16, _TILE_QUERIES * config.kv_heads // config.heads)
+        tiles, width = max(1, settings.prefill_chunk // tile), 1 + max(self._depths, default=0)
+        sizes = Sizes(settings.max_batch, width, pages_of(settings.max_length), tiles, tile)
+        graphs = GraphPool(timeline, int(settings.graph_memory_gib * 2**30))
+        with timeline.work():
             cuda_model = CudaModel(model, settings.max_length, self._kernels)
-            memory = cuda_model.new_pages(pages, PAGE)
-            self._decoding = Decoding(cuda_model, memory, sizes, self._timeline, graphs)
+            inputs, board = StepInputs(sizes, timeline), Board(sizes, timeline)
+            if isinstance(drafter, EagleDrafter | Eagle3Drafter):
+                head = build_head(drafter, config).requires_grad_(False).to(device, self._dtype)
+                drafting = Drafting(head, cuda_model, sizes, inputs, board, timeline)
+            layers = config.layers + (drafting is not None)
+            pages = self._pages or weights.page_count(config, settings, self._dtype, device, layers=layers, width=width)
+            memory = cuda_model.new_pages(pages, PAGE, layers)
+            self._decoding = Decoding(cuda_model, memory, sizes, inputs, board, graphs, drafting)
             if device.type == "cuda":
-                self._decoding.capture_all()
-        self._timeline.wait()
+                self._decoding.capture_all(self._depths)
+        timeline.wait()
         log.info("engine %s: %d pages, %d graphs in %.2f GiB", self.name, pages, graphs.count, graphs.bytes / 2**30)
-        self._serve_model(config.vocabulary, SlotTable(settings.max_batch, settings.max_length))
-        table = PageTable(settings.max_batch, settings.max_length, pages)
-        copy = self._decoding.copy_page
-        self._planner = Planner(self._slots, table, self._waiting, copy, tiles=sizes.tiles, tile=tile)
+        self._plan(config.vocabulary, pages, sizes)
+
+    def _plan(self, vocabulary: int, pages: int, sizes: Sizes) -> None:
+        """The host's side."""
+        rows, length, decoding = sizes.rows, self.settings.max_length, self._decoding
+        drafts = DraftTable(rows, sizes.width - 1) if self._depths else None
+        self._serve_model(vocabulary, SlotTable(rows, length, drafts))
+        self._speculation = None
+        if drafts is not None:
+            self._speculation = Speculation(self._drafter, self._slots, drafts, self._tally)
+        table, move = PageTable(rows, length, pages), self._move_row if decoding.drafting is not None else None
+        self._planner = Planner(
+            self._slots, table, self._waiting, decoding.copy_page, tiles=sizes.tiles, tile=sizes.tile, move=move
+        )
 
     def _shut(self) -> None:
         self._timeline.wait()
-        del self._decoding, self._planner, self._slots, self._held
+        del self._decoding, self._planner, self._slots, self._held, self._speculation
         self._flight = None
         gc.collect()  # captured graphs lie in cycles, and hold memory that others on the card wait for
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _step(self) -> None:
+        self._planner.admit()
+        verified, self._strategy = self._strategy, self._chooser.choose(self._slots.count)
+        if verified.depth or self._strategy.depth:
+            self._speculate(verified, self._strategy.depth)
+            return
         last, running = self._flight, self._planner.running()
         with self._timeline.work():
-            self._planner.admit()
-            rows_R, place_R = running
+            if self._decoding.drafting is not None and self._planner.head_lag() >= RING:
+                self._decoding.catch_up(self._slots, self._planner.table)
             self._flight = self._launch()
         if last is not None:
-            self._collect(last, rows_R, place_R)
+            self._collect(last, *running)
 
     def _drain(self) -> None:
         """Read the running step."""
@@ -138,27 +192,62 @@ class CudaEngine(RowEngine):
             running = self._planner.running()
             self._planner.source[:] = -1
             self._collect(last, *running)
+        self._clock.stop()
 
     def _launch(self) -> Flight | None:
         slots, planner, fields = self._slots, self._planner, self._decoding.inputs.next()
         planner.make_room()
-        tiles = planner.prefill(fields)
+        tiles = self._prefill(fields)
         shape = self._decoding.shape(slots.count, tiles)
-        fields.tile_count_J[tiles : shape.tiles] = 0
         sampling = planner.decode(fields, shape.rows)
-        if not sampling and not tiles:
-            return None
+        return self._decoding.step(shape, slots.count, self._restricted()) if sampling or tiles else None
+
+    def _speculate(self, verified: Strategy, depth: int) -> None:
+        """Verify what one strategy has drafted, and draft `depth` tokens more."""
+        if self._flight is not None:
+            self._drain()
+        slots, planner, speculation = self._slots, self._planner, self._speculation
+        assert speculation is not None
+        with self._timeline.work():
+            if depth and planner.head_lag():
+                self._decoding.catch_up(slots, planner.table)
+            fields, width = self._decoding.inputs.next(), speculation.width(verified.depth)
+            planner.make_room(width - 1 + depth)
+            tiles = self._prefill(fields)
+            shape = self._decoding.shape(slots.count, tiles, width, follow=True)
+            ready_N = planner.verify(fields, shape, depth)
+            if not tiles and not ready_N.any():
+                return
+            flight = self._decoding.step(shape, slots.count, self._restricted())
+            if depth:
+                self._decoding.draft(shape.rows, depth)
+        flight.mark.wait()
+        runs = speculation.record(flight, ready_N, depth)
+        self._measure(flight, verified, int(ready_N.sum()), runs.tokens)
+        self._record(runs.tokens, 0, runs.ended, runs.logprob_sum)
+
+    def _prefill(self, fields: Fields) -> int:
+        """Tiles of prompts in the next step."""
+        tiles = self._planner.prefill(fields)
         self._prefilled += int(fields.tile_count_J[:tiles].sum())
-        return self._decoding.step(shape, slots.count, self._restricted())
+        fields.tile_count_J[tiles:] = 0
+        return tiles
 
     def _collect(self, flight: Flight, rows_R: Column, place_R: Column) -> None:
         flight.mark.wait()
         if not len(rows_R):
             return
         slots = self._slots
-        logprob_R = flight.logprob_N[place_R]
-        sampled, ended = slots.keep(rows_R, slots.known[rows_R], flight.token_N[place_R], logprob_R)
+        logprob_R = flight.logprob_N_W[place_R, 0]
+        sampled, ended = slots.keep(rows_R, slots.known[rows_R], flight.token_N_W[place_R, 0], logprob_R)
+        self._measure(flight, PLAIN, sampled, sampled)
         self._record(sampled, 0, ended, float(logprob_R.sum()))
+
+    def _measure(self, flight: Flight, strategy: Strategy, batch: int, tokens: int) -> None:
+        """Steps that were mostly prompts say nothing about decoding."""
+        seconds, shape = self._clock.lap(), flight.shape
+        if batch and shape.tiles * self._tile <= shape.rows * shape.width:
+            self._chooser.record(batch, strategy, tokens, seconds)
 
     def _restricted(self) -> RowSettings | None:
         """Settings on the device where a row needs more than its temperature."""
@@ -170,6 +259,12 @@ class CudaEngine(RowEngine):
                 on_device = RowSettings(*(None if each is None else each.to(self._device) for each in settings))
             known = self._settings_on_device = settings, on_device
         return known[1]
+
+    def _move_row(self, source: int, target: int) -> None:
+        drafting = self._decoding.drafting
+        if drafting is not None and self._slots.head_computed[source] < self._slots.computed[source]:
+            with self._timeline.work():  # rows also move between steps
+                drafting.move_row(source, target)
 
     def _release(self, job: Job) -> None:
         self._planner.release(job)

@@ -9,6 +9,9 @@ So `computed` counts here the tokens whose keys and values are written by a step
 that the host has seen. Rows that lag are prefilled in tiles beside the rows that decode, and decode in the step that
 computes their last tile. Rows without anything to do are padding.
 
+With drafts the host reads each step before it plans the next, as that decides where rows go on; nothing is then running
+(`verify` in place of `decode`). A drafting head's keys and values lie in the same pages, up to `head_computed`.
+
 Where pages are short, the youngest row gives up its own and is computed again later; the oldest can always go on.
 """
 
@@ -19,9 +22,9 @@ from itertools import count
 import numpy as np
 
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.cuda.inputs import Fields
+from asyncrl.engines.native.cuda.inputs import Fields, Shape
 from asyncrl.engines.native.cuda.pages import Copy, PageTable, pages_of
-from asyncrl.engines.native.sampling import Column
+from asyncrl.engines.native.sampling import Column, Purpose
 from asyncrl.engines.native.slots import SlotTable
 
 NONE = -1
@@ -39,8 +42,10 @@ class Planner:
         *,
         tiles: int,
         tile: int,
+        move: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._slots, self._pages, self._waiting, self._copy = slots, pages, waiting, copy
+        """`move` is told when a row becomes another one."""
+        self._slots, self._pages, self._waiting, self._copy, self._move = slots, pages, waiting, copy, move
         self._max_rows, self._tiles, self._tile = len(slots.index), tiles, tile
         self.source = np.full(self._max_rows, NONE)
         """Where in the running step the next token of each row is sampled; NONE: its last token is known."""
@@ -54,12 +59,18 @@ class Planner:
             self._slots.append(job)
             self._enter(job)
 
-    def make_room(self) -> None:
-        """Give rows that decode the page of their next token."""
+    @property
+    def table(self) -> Column:
+        """Pages of the rows."""
+        return self._pages.table
+
+    def make_room(self, ahead: int = 0) -> None:
+        """Give rows that decode the pages of their next token, and of so many behind it."""
         next_N = self._next()
-        for row in (self._caught_up(next_N) & (next_N > self._room())).nonzero()[0].tolist():
+        reach_N = np.minimum(next_N + ahead, self._slots.limit[: self._slots.count])
+        for row in (self._caught_up(next_N) & (reach_N > self._room())).nonzero()[0].tolist():
             if self._slots.computed[row] == next_N[row] - 1:  # not yet evicted for another
-                self._reserve(row, int(next_N[row]))
+                self._reserve(row, int(reach_N[row]))
 
     def prefill(self, fields: Fields) -> int:
         """Fill in tiles for rows that lag, first come first served, and return how many."""
@@ -79,9 +90,11 @@ class Planner:
             if not self._hold(job):
                 break
             start = int(slots.computed[row])
-            end = start + min((self._tiles - used) * self._tile, self._lag(job) - 1)
-            used += self._cut(fields, used, row, start, end)
-            slots.computed[row] = end
+            # The last token that is known waits for the one behind it, which a drafting head reads too.
+            end = min(start + (self._tiles - used) * self._tile, int(slots.known[row]) - 1)
+            if start < end:
+                used += self._cut(fields, used, row, start, end)
+                slots.computed[row] = slots.head_computed[row] = end
         return used
 
     def decode(self, fields: Fields, padded: int) -> int:
@@ -91,17 +104,47 @@ class Planner:
         position_N = next_N - 1
         ready_N = self._caught_up(next_N) & (next_N <= self._room())
         known_N = slots.tokens[index_N, np.minimum(position_N, slots.known[:rows] - 1)]
-        fields.token_N_W[:rows, 0] = np.where(source_N == NONE, known_N, -1 - source_N)
-        fields.token_N_W[rows:padded] = 0
-        fields.start_N[:rows] = position_N
-        fields.count_N[:rows] = ready_N
-        fields.count_N[rows:padded] = 0
-        fields.temperature_N[:rows] = slots.temperature[:rows]
-        fields.uniform_N_W[:rows, 0] = slots.uniforms[index_N, np.minimum(next_N, slots.limit[:rows] - 1)]
-        fields.table_N_P[:rows] = self._pages.table[:rows]
+        fields.token_X[:rows] = np.where(source_N == NONE, known_N, -1 - source_N)
+        fields.token_X[rows:padded] = 0
+        self._place_rows(fields, padded, position_N, ready_N)
+        fields.plain_X[:rows] = slots.uniforms[index_N, np.minimum(next_N, slots.limit[:rows] - 1)]
         slots.computed[:rows][ready_N] += 1
         source_N[:] = np.where(ready_N, index_N, NONE)
         return int(ready_N.sum())
+
+    def verify(self, fields: Fields, shape: Shape, depth: int) -> Column:
+        """The same for a step of `shape.width` columns, which drafts `depth` tokens; returns which rows sample.
+
+        Nothing is computed behind the last token that a row may have, nor behind its pages.
+        """
+        slots, rows, width = self._slots, self._slots.count, shape.width
+        assert slots.drafts is not None
+        known_N = slots.known[:rows]
+        start_N, room_N = known_N - 1, np.minimum(self._room(), slots.limit[:rows])
+        ready_N = self._caught_up(known_N) & (known_N <= self._room())
+        left_N = np.where(ready_N, np.minimum(slots.limit[:rows] - known_N, room_N - start_N), 0)
+        drafted_N = np.minimum(slots.drafts.count[:rows] if width > 1 else 0, left_N)
+        self._place_rows(fields, shape.rows, start_N, np.minimum(drafted_N + 1, left_N))
+        fields.drafted_N[:rows], fields.drafted_N[rows : shape.rows] = drafted_N, 0
+        fields.room_N[:rows] = room_N
+        token_N_W = fields.token_X[: shape.rows * width].reshape(shape.rows, width)
+        token_N_W[:rows, 0] = slots.tokens[slots.index[:rows], start_N]
+        token_N_W[:rows, 1:] = slots.drafts.tokens[:rows, : width - 1]
+        token_N_W[rows:] = 0
+        next_N_W = known_N[:, None] + np.arange(width)
+        purposes = {Purpose.PLAIN: fields.plain_X}
+        if width > 1:
+            purposes |= {Purpose.ACCEPT: fields.accept_X, Purpose.RESIDUAL: fields.residual_X}
+        for purpose, uniform_X in purposes.items():
+            uniform_X[: rows * width] = slots.uniforms_of(purpose, next_N_W).ravel()
+        columns = width - 1 + depth
+        fields.draft_N_C[:rows, :columns] = slots.uniforms_of(Purpose.DRAFT, known_N[:, None] + 1 + np.arange(columns))
+        return ready_N
+
+    def head_lag(self) -> int:
+        """Tokens that a drafting head is behind, at most."""
+        rows = slice(0, self._slots.count)
+        return int((self._slots.computed[rows] - self._slots.head_computed[rows]).max(initial=0))
 
     def running(self) -> tuple[Column, Column]:
         """Rows whose token is in the running step, and where in its result."""
@@ -125,6 +168,8 @@ class Planner:
         if row != last:
             self._pages.move(last, row)
             self.source[row] = self.source[last]
+            if self._move is not None:
+                self._move(last, row)
         self.source[last] = NONE
         self._slots.remove_last_into(row)
 
@@ -160,6 +205,14 @@ class Planner:
     def _room(self) -> Column:
         """Tokens that the rows have pages for."""
         return self._pages.held[: self._slots.count] * self._pages.page
+
+    def _place_rows(self, fields: Fields, padded: int, start_N: Column, count_N: Column) -> None:
+        rows = self._slots.count
+        fields.start_N[:rows] = start_N
+        fields.count_N[:rows] = count_N
+        fields.count_N[rows:padded] = 0
+        fields.temperature_N[:rows] = self._slots.temperature[:rows]
+        fields.table_N_P[:rows] = self._pages.table[:rows]
 
     def _lag(self, job: Job) -> int:
         return self._end(job.row) - int(self._slots.computed[job.row])
@@ -204,9 +257,10 @@ class Planner:
         fields.tile_row_J[place] = row
         fields.tile_start_J[place] = starts_J = start + tile * np.arange(tiles)
         fields.tile_count_J[place] = np.minimum(end - starts_J, tile)
-        tokens = np.zeros(tiles * tile, np.int32)
-        tokens[: end - start] = self._slots.tokens[row, start:end]
-        fields.tile_token_J_S[place] = tokens.reshape(tiles, tile)
+        tokens = np.zeros(1 + tiles * tile, np.int32)
+        tokens[: 1 + end - start] = self._slots.tokens[row, start : end + 1]
+        fields.tile_token_J_S[place] = tokens[:-1].reshape(tiles, tile)
+        fields.tile_next_J_S[place] = tokens[1:].reshape(tiles, tile)
         return tiles
 
     def _reserve(self, row: int, length: int) -> None:
@@ -221,5 +275,7 @@ class Planner:
     def _evict(self, job: Job) -> None:
         """Its tokens stay; keys and values are computed again."""
         self._pages.release(job.row)
-        self._slots.computed[job.row] = 0
+        self._slots.computed[job.row] = self._slots.head_computed[job.row] = 0
+        if self._slots.drafts is not None:
+            self._slots.drafts.count[job.row] = 0
         self._lagging = sorted({*self._lagging, job}, key=self._ages.__getitem__)

@@ -43,16 +43,22 @@ def load(manifest: WeightManifest, held: dict[str, Tensor], device: torch.device
         _copy([held[name] for name, _ in some], [tensor for _, tensor in some])
 
 
-def page_count(config: ModelConfig, settings: Settings, dtype: torch.dtype, device: torch.device) -> int:
-    """Pages that the memory beside the weights holds, but no more than all rows can fill."""
+def page_count(
+    config: ModelConfig, settings: Settings, dtype: torch.dtype, device: torch.device, *, layers: int, width: int
+) -> int:
+    """Pages of `layers` that the memory beside the weights holds, but no more than all rows can fill.
+
+    `width` are the columns of a step's rows: all have logits.
+    """
     longest = pages_of(settings.max_length)
     wanted = settings.max_batch * (longest + 1)
     if device.type != "cuda":
         return wanted
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.cuda.memory_allocated(device)
-    left = min(free, int(total * settings.memory) - taken) - int(settings.graph_memory_gib * 2**30) - _STEP_BYTES
-    page_bytes = 2 * config.layers * config.kv_heads * config.head_dim * PAGE * dtype.itemsize
+    step = _STEP_BYTES + 4 * settings.max_batch * (width - 1) * config.vocabulary
+    left = min(free, int(total * settings.memory) - taken) - int(settings.graph_memory_gib * 2**30) - step
+    page_bytes = 2 * layers * config.kv_heads * config.head_dim * PAGE * dtype.itemsize
     if left < (longest + 1) * page_bytes:
         raise EngineError(
             f"engine.memory={settings.memory} of {total / 2**30:.0f} GiB leaves {max(left, 0) / 2**30:.1f} GiB for "

@@ -4,23 +4,52 @@ from pathlib import Path
 
 from asyncrl.drafting.bandit import PLAIN, Bandit, strategies
 from asyncrl.drafting.checkpoint import fresh_head, load_head
-from asyncrl.drafting.settings import DrafterSettings, Drafting, Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter
+from asyncrl.drafting.heads import Head
+from asyncrl.drafting.settings import (
+    DrafterSettings,
+    Drafting,
+    Eagle3Drafter,
+    EagleDrafter,
+    NgramDrafter,
+    NoDrafter,
+    Strategy,
+)
 from asyncrl.engines.native.decoding import Policy
 from asyncrl.engines.native.speculation.heads import HeadSource
 from asyncrl.engines.native.speculation.ngram import Ngram
 from asyncrl.engines.native.speculation.source import Always, Chooser
 from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.models.config import ModelConfig
 
 FRESH_SEED = 0
 """All replicas begin with the same head."""
 
 
+def possible_strategies(drafter: DrafterSettings) -> list[Strategy]:
+    """All that may be chosen, plain decoding perhaps among them."""
+    if isinstance(drafter, NoDrafter):
+        return [PLAIN]
+    return strategies(drafter) if drafter.adaptive.on else [drafter.strategy]
+
+
+def has_trees(drafter: DrafterSettings) -> bool:
+    return any(strategy.is_tree for strategy in possible_strategies(drafter))
+
+
 def spare_slots(drafter: DrafterSettings) -> int:
     """How many tokens a row may compute behind its end."""
-    if isinstance(drafter, NoDrafter):
-        return 0
-    possible = strategies(drafter) if drafter.adaptive.on else [drafter.strategy]
-    return max(max(strategy.nodes, strategy.depth * strategy.top_k) for strategy in possible)
+    return max(max(strategy.nodes, strategy.depth * strategy.top_k) for strategy in possible_strategies(drafter))
+
+
+def build_head(drafter: EagleDrafter | Eagle3Drafter, target: ModelConfig) -> Head:
+    return load_head(Path(drafter.path), target) if drafter.path else fresh_head(drafter, target, FRESH_SEED)
+
+
+def no_head(engine: str, drafter: DrafterSettings) -> str:
+    """Why an engine takes none."""
+    return (
+        f"engine {engine} has no drafting head, as drafter={drafter.__struct_config__.tag}; use drafter=eagle or eagle3"
+    )
 
 
 def build_source(drafter: Drafting, policy: Policy, settings: Settings) -> Ngram | HeadSource:
@@ -28,10 +57,7 @@ def build_source(drafter: Drafting, policy: Policy, settings: Settings) -> Ngram
         case NgramDrafter():
             return Ngram(drafter)
         case EagleDrafter() | Eagle3Drafter():
-            if drafter.path:
-                head = load_head(Path(drafter.path), policy.config)
-            else:
-                head = fresh_head(drafter, policy.config, FRESH_SEED)
+            head = build_head(drafter, policy.config)
             return HeadSource(head, policy, settings.max_batch, settings.max_length + spare_slots(drafter))
         case _:
             raise AssertionError(f"no source for {drafter!r}")

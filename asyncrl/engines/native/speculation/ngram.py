@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncrl.drafting.settings import NgramDrafter, Strategy
 from asyncrl.engines.cooperative import Job
+from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.slots import SlotTable
 from asyncrl.engines.native.speculation.source import Seen, Taps
 
@@ -63,11 +64,15 @@ class Ngram:
         self._texts: dict[Job, tuple[Group, list[int]]] = {}
 
     def draft(self, slots: SlotTable, strategy: Strategy, seen: Seen) -> None:
+        self.look_up(slots, strategy.depth, seen.ready_N)
+
+    def look_up(self, slots: SlotTable, depth: int, ready_N: Column) -> None:
+        """Drafts for the rows that are ready."""
         assert slots.drafts is not None
-        rows, depth = slots.count, strategy.depth
+        rows = slots.count
         tokens_N_C, count_N = np.zeros((rows, depth), np.int64), np.zeros(rows, np.int64)
         self._texts = {job: self._texts.get(job) or self._begin(job) for job in slots.jobs}
-        for row, (job, ready) in enumerate(zip(slots.jobs, seen.ready_N.tolist(), strict=True)):
+        for row, (job, ready) in enumerate(zip(slots.jobs, ready_N.tolist(), strict=True)):
             if ready:
                 group, text = self._texts[job]
                 group.extend(text, slots.tokens[row, len(text) : slots.known[row]].tolist())

@@ -60,3 +60,15 @@ class Always:
 
     def report(self) -> tuple[SpeculationArm, ...]:
         return ()
+
+
+class Forceable:
+    """Another chooser, unless a strategy is forced; what is measured reaches it either way."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self._chooser = chooser
+        self.forced: Strategy | None = None
+        self.record, self.report = chooser.record, chooser.report
+
+    def choose(self, batch: int) -> Strategy:
+        return self.forced or self._chooser.choose(batch)

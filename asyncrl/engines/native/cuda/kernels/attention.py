@@ -43,8 +43,8 @@ def _attend(
     table,
     out,
     log_weight,
+    width,
     SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -68,7 +68,7 @@ def _attend(
     column = index_m // SHARE
     real_m = column < count
     inside_d = place_d < D
-    token = (group * WIDTH + column).to(tl.int64)
+    token = (group * width + column).to(tl.int64)
     query_head = head * SHARE + index_m % SHARE
     mask_m_d = real_m[:, None] & inside_d[None, :]
     q = tl.load(qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d, mask=mask_m_d, other=0.0)
@@ -87,12 +87,12 @@ def _attend(
         v = tl.load(values + place, mask=(position < length)[:, None] & inside_d[None, :], other=0.0)
         total, weight, highest = _accumulate(total, weight, highest, score, v, PRECISION)
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
-    written = (index_m < WIDTH * SHARE)[:, None] & inside_d[None, :]
+    written = (index_m < width * SHARE)[:, None] & inside_d[None, :]
     slot = (token * H + query_head) * SPLITS + split
     tl.store(out + slot[:, None] * D + place_d, total.to(out.dtype.element_ty), mask=written)
     if SPLITS > 1:
         # exp2(-inf) is 0: a part without keys weighs nothing
-        tl.store(log_weight + slot, highest + tl.log2(weight), mask=index_m < WIDTH * SHARE)
+        tl.store(log_weight + slot, highest + tl.log2(weight), mask=index_m < width * SHARE)
 
 
 @triton.jit
@@ -134,8 +134,8 @@ def attend(qkv_T_X: Tensor, kv_2_X_K_S_D: Tensor, heads: Heads, queries: Queries
         queries.table_N_P,
         parts,
         log_weight,
+        queries.width,
         SCALE=heads.dim**-0.5,
-        WIDTH=queries.width,
         H=heads.queries,
         K=heads.keys,
         D=heads.dim,

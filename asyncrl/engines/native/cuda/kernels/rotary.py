@@ -23,8 +23,8 @@ def _rotate_and_store(
     start_G,
     count_G,
     table,
+    width,
     EPS: tl.constexpr,
-    WIDTH: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -34,7 +34,7 @@ def _rotate_and_store(
     NORM: tl.constexpr,
 ):
     token, head = tl.program_id(0), tl.program_id(1)
-    group, column = token // WIDTH, token % WIDTH
+    group, column = token // width, token % width
     if column >= tl.load(count_G + group):
         return
     position = tl.load(start_G + group) + column
@@ -94,8 +94,8 @@ def rotate_and_store(
         queries.start_G,
         queries.count_G,
         queries.table_N_P,
+        queries.width,
         EPS=eps,
-        WIDTH=queries.width,
         H=heads.queries,
         K=heads.keys,
         D=heads.dim,

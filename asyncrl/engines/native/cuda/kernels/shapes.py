@@ -44,9 +44,41 @@ class Queries(NamedTuple):
         return self.groups * self.width
 
 
+class Proposals(NamedTuple):
+    """What drafts were drawn from: by their place in the draft (C), and by the row they were drafted in (B)."""
+
+    logits_C_B_U: Tensor
+    """Of the tokens that can be drafted, before the temperature."""
+    logprob_C_B: Tensor
+    """Of the drafted tokens."""
+    place_V: Tensor
+    """Where each token is among those that can be drafted; -1: it cannot."""
+
+
+class Drafts(NamedTuple):
+    """What a step verifies: rows (N) of a token and the drafted ones behind it, all in W columns."""
+
+    token_N_W: Tensor
+    """-1-i: the i-th of `ahead`."""
+    ahead_W_B: Tensor
+    """The newest token of each row of the step before, and what was drafted behind it."""
+    count_N: Tensor
+    """Drafted tokens to be verified."""
+    temperature_N: Tensor
+    plain_N_W: Tensor
+    """Random numbers for the token behind each column: to draw it, ..."""
+    accept_N_W: Tensor
+    """... to accept a drafted one, ..."""
+    residual_N_W: Tensor
+    """... and to replace one."""
+    proposals: Proposals | None
+    """None: drafts are guesses."""
+
+
 class Kernels(NamedTuple):
     """Axis suffixes: T tokens, N rows, E hidden size, F width of the gated layer, X all heads side by side, or pages,
-    K key/value heads, S tokens of a page, D head dimension, L positions, C = D/2, V vocabulary."""
+    or rows times columns, K key/value heads, S tokens of a page, D head dimension, L positions, C = D/2, V vocabulary.
+    """
 
     embed: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """(tokens_T, sampled_N, embedding_V_E, out_T_E): a token -1-i is what row i has sampled in the step before."""
@@ -62,3 +94,7 @@ class Kernels(NamedTuple):
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     """(logits_N_V, temperature_N, uniform_N, token_N, logprob_N): temperature 0 takes the likeliest token, and reports
     the log-probability at 1."""
+    verify: Callable[[Tensor, Drafts, Tensor, Tensor, Tensor], None]
+    """(logits_X_V, drafts, token_X, logprob_X, accepted_N): the tokens behind each row's own, `accepted` drafted ones
+    and one more, as `asyncrl.engines.native.speculation.verify` does it; columns behind that are garbage. Drafts of
+    rows at temperature 0 are guesses."""

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asyncrl.engines.native import sampling
-from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Drafts, Heads, Kernels, Proposals, Queries
 
 
 def embed(tokens_T: Tensor, sampled_N: Tensor, embedding_V_E: Tensor, out_T_E: Tensor) -> None:
@@ -73,6 +73,56 @@ def sample(logits_N_V: Tensor, temperature_N: Tensor, uniform_N: Tensor, token_N
     logprob_N.copy_(logprob_N_1[:, 0])
 
 
+def verify(logits_X_V: Tensor, drafts: Drafts, token_X: Tensor, logprob_X: Tensor, accepted_N: Tensor) -> None:
+    rows, width = drafts.token_N_W.shape
+    temperature_X = drafts.temperature_N.repeat_interleave(width)
+    sample(logits_X_V, temperature_X, drafts.plain_N_W.reshape(-1), token_X, logprob_X)
+    heat_X_1 = torch.where(temperature_X == 0, 1.0, temperature_X)[:, None]
+    logp_N_W_V = (logits_X_V / heat_X_1).log_softmax(-1).view(rows, width, -1)
+    given_N_W, chosen_N_W = drafts.token_N_W.long(), token_X.view(rows, width)
+    ahead_N_W = drafts.ahead_W_B.reshape(-1)[(-1 - given_N_W).clamp(min=0)]
+    draft_N_C = torch.where(given_N_W < 0, ahead_N_W, given_N_W)[:, 1:].long()
+    fits_N_C = draft_N_C == chosen_N_W[:, :-1]
+    if drafts.proposals is not None:
+        passes_N_C = _passes(logp_N_W_V, draft_N_C, drafts, drafts.proposals)
+        fits_N_C = torch.where(drafts.temperature_N[:, None] == 0, fits_N_C, passes_N_C)
+    fits_N_C &= torch.arange(width - 1, device=fits_N_C.device) < drafts.count_N[:, None]
+    accepted_N.copy_(fits_N_C.long().cumprod(1).sum(1))
+    if drafts.proposals is not None:
+        _replace_rejected(logp_N_W_V, drafts, drafts.proposals, chosen_N_W, accepted_N)
+    kept_N_C = torch.arange(width - 1, device=fits_N_C.device) < accepted_N[:, None]
+    chosen_N_W[:, :-1] = torch.where(kept_N_C, draft_N_C, chosen_N_W[:, :-1])
+    logprob_X.copy_(logp_N_W_V.gather(2, chosen_N_W.long()[:, :, None]).flatten())
+
+
+def _passes(logp_N_W_V: Tensor, draft_N_C: Tensor, drafts: Drafts, proposals: Proposals) -> Tensor:
+    """Whether each draft passes min(1, p/q)."""
+    logp_N_C = logp_N_W_V[:, :-1].gather(2, draft_N_C[:, :, None])[..., 0]
+    q_N_C = proposals.logprob_C_B[: draft_N_C.shape[1], drafted_in(drafts)].t().exp()
+    return drafts.accept_N_W[:, :-1] * q_N_C <= logp_N_C.exp()
+
+
+def _replace_rejected(
+    logp_N_W_V: Tensor, drafts: Drafts, proposals: Proposals, chosen_N_W: Tensor, accepted_N: Tensor
+) -> None:
+    """Where a drawn draft was rejected, the token behind the last column comes from (p - q)+."""
+    index_N, last_N = torch.arange(len(accepted_N), device=accepted_N.device), accepted_N.long()
+    rejected_N = (accepted_N < drafts.count_N) & (drafts.temperature_N > 0)
+    heat_N_1 = torch.where(drafts.temperature_N == 0, 1.0, drafts.temperature_N)[:, None]
+    place_N = last_N.clamp(max=proposals.logits_C_B_U.shape[0] - 1)
+    q_N_U = (proposals.logits_C_B_U[place_N, drafted_in(drafts)] / heat_N_1).softmax(-1)
+    q_N_V = q_N_U[:, proposals.place_V.clamp(min=0).long()] * (proposals.place_V >= 0)
+    residual_N_V = (logp_N_W_V[index_N, last_N].exp() - q_N_V).clamp_(min=0)
+    replaced_N = rejected_N & (residual_N_V.sum(1) > 0)  # rounding may leave nothing; what was drawn from p is as good
+    drawn_N = sampling.draw(residual_N_V, drafts.residual_N_W[index_N, last_N][:, None])[:, 0]
+    chosen_N_W[index_N, last_N] = torch.where(replaced_N, drawn_N, chosen_N_W[index_N, last_N]).int()
+
+
+def drafted_in(drafts: Drafts) -> Tensor:
+    """The row of the step before that each row's draft was made in."""
+    return (-1 - drafts.token_N_W[:, 1]).clamp(min=0).long() % drafts.ahead_W_B.shape[1]
+
+
 def _positions(queries: Queries) -> tuple[Tensor, Tensor]:
     """Of the flat tokens, and which of them are real."""
     column_W = torch.arange(queries.width, device=queries.row_G.device)
@@ -80,4 +130,4 @@ def _positions(queries: Queries) -> tuple[Tensor, Tensor]:
     return position_T, (column_W < queries.count_G[:, None]).flatten()
 
 
-KERNELS = Kernels(embed, rms_norm, gated, rotate_and_store, attend, sample)
+KERNELS = Kernels(embed, rms_norm, gated, rotate_and_store, attend, sample, verify)
