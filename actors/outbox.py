@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from asyncrl.data.arrow import encode
-from asyncrl.rewards.base import RewardFailure, RewardInput
+from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
+from asyncrl.stages.base import Sample
 from asyncrl.types import Slot, Trajectory
 
 GATHER_SECONDS = 0.05
@@ -26,10 +27,18 @@ def gather_seconds(engines: int) -> float:
 
 class Outbox:
     def __init__(
-        self, buffer: BufferActor, reward: RewardActor, scored: Callable[[Slot], None], gather_s: float = GATHER_SECONDS
+        self,
+        buffer: BufferActor,
+        reward: RewardActor,
+        scored: Callable[[Slot], None],
+        gather_s: float = GATHER_SECONDS,
+        *,
+        staged: bool = False,
     ) -> None:
-        """`scored` is told of each answer that has its reward and now goes into the buffer."""
+        """`scored` is told of each answer that has its reward and now goes into the buffer; `staged`: by way of the
+        user's stages."""
         self._buffer, self._reward, self._scored, self._gather_s = buffer, reward, scored, gather_s
+        self._staged = staged
         self._waiting: list[tuple[RewardInput, Trajectory]] = []
         self._flushing: asyncio.Task[None]
         self._ready: list[bytes] = []
@@ -51,6 +60,8 @@ class Outbox:
 
     async def _flush(self, batch: Sequence[tuple[RewardInput, Trajectory]]) -> None:
         results = await self._reward.score([judged for judged, _ in batch])
+        if self._staged:
+            results = await self._pass_stages(batch, results)
         payloads: list[bytes] = []
         for result, (_, trajectory) in zip(results, batch, strict=True):
             self._scored(trajectory.slot)
@@ -60,6 +71,16 @@ class Outbox:
                 payloads.append(encode(msgspec.structs.replace(trajectory, reward=result)))
         if payloads:
             await self._store(payloads)
+
+    async def _pass_stages(
+        self, batch: Sequence[tuple[RewardInput, Trajectory]], results: list[RewardResult]
+    ) -> list[RewardResult]:
+        """Those with a reward go on to the stages."""
+        passing = [index for index, result in enumerate(results) if not isinstance(result, RewardFailure)]
+        samples = [_sample(*batch[index], cast(float, results[index])) for index in passing]
+        for index, result in zip(passing, await self._reward.stage(samples), strict=True):
+            results[index] = result
+        return results
 
     async def _store(self, payloads: list[bytes]) -> None:
         """One call to the buffer at a time: what is scored meanwhile goes with the next. So calls grow larger, and not
@@ -74,6 +95,11 @@ class Outbox:
         async with self._one_call:
             ready, self._ready = self._ready, []
             await self._buffer.append(ready)
+
+
+def _sample(judged: RewardInput, trajectory: Trajectory, reward: float) -> Sample:
+    scored = msgspec.structs.replace(trajectory, reward=reward)
+    return Sample(judged.prompt, judged.completion, judged.answer, scored, judged.turns)
 
 
 def notice(task: "asyncio.Task[Any]") -> None:

@@ -1,43 +1,84 @@
-"""The judge of finished answers."""
+"""The judge of finished answers, and the other functions of the user's that a rollout needs."""
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
-from asyncrl.config import Reward
-from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
-from asyncrl.rewards.pool import RewardPool, check_function
+from asyncrl.environments.base import Conversation
+from asyncrl.environments.settings import Environment
+from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult, RewardStats
+from asyncrl.rewards.here import make_pool
+from asyncrl.rewards.pool import check_function
+from asyncrl.rewards.settings import Called, Reward
+from asyncrl.stages.base import Drop, Sample
+from asyncrl.stages.settings import Stages, stages
 from asyncrl.stalls.activity import Activity
 from asyncrl.stalls.picture import Situation
 
 
 class RewardActor:
-    """Scores answers with the user's function, in killable processes of its own."""
+    """Scores answers with the user's functions, in killable processes of their own."""
 
-    def __init__(self, settings: Reward) -> None:
+    def __init__(self, settings: Reward, environment: Environment | None = None, after: Stages = ()) -> None:
+        """`after` the reward come these stages."""
         self._settings = settings
-        self._pool = RewardPool(settings)
+        self._pool = make_pool(settings)
+        self._environment = environment or Environment()
+        self._answering = make_pool(self._environment)
+        self._stages = [(stage, make_pool(stage)) for stage in stages(after)]
         self._told: set[str] = set()
         self._activity = Activity()
 
     async def start(self) -> None:
-        """Raise ConfigError if the function cannot be imported here."""
-        await asyncio.to_thread(check_function, self._settings)
+        """Raise ConfigError if a function cannot be imported here."""
+        others = [self._environment] if self._environment.on else []
+        for settings in (self._settings, *others, *(stage for stage, _ in self._stages)):
+            await asyncio.to_thread(check_function, settings)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         results = await self._activity.during(f"scoring {len(inputs)} samples", self._pool.score(inputs))
         for result in results:
             if isinstance(result, RewardFailure):
-                self._tell(result)
+                self._tell(self._settings, result)
         return results
 
-    def _tell(self, failure: RewardFailure) -> None:
+    async def respond(self, talk: Conversation) -> str | RewardFailure | None:
+        """What the environment says next; None when the conversation is over."""
+        (said,) = await self._activity.during("an answer of the environment", self._answering.score([talk]))
+        if isinstance(said, RewardFailure):
+            self._tell(self._environment, said)
+        return said
+
+    async def stage(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """The rewards with which samples leave the last stage, or why they do not come so far."""
+        results: list[RewardResult] = [sample.reward for sample in samples]
+        came = time.monotonic()
+        for stage, pool in self._stages:
+            left = [index for index, result in enumerate(results) if isinstance(result, float)]
+            if not left:
+                break
+            given = [samples[index].rewarded(cast(float, results[index])) for index in left]
+            (verdicts,) = await self._activity.during(f"stage {stage.function}", pool.score([given]))
+            if isinstance(verdicts, RewardFailure):
+                self._tell(stage, verdicts)
+                verdicts = [verdicts] * len(left)
+            for index, verdict in zip(left, verdicts, strict=True):
+                results[index] = _dropped(verdict) if isinstance(verdict, Drop) else verdict
+        self._pool.stats.waited_seconds += len(samples) * (time.monotonic() - came)  # as long as a slow reward would
+        return results
+
+    def _tell(self, settings: Called, failure: RewardFailure) -> None:
         """Say why at the first sample of each kind that is lost: a run in which all are lost never comes to a step."""
         if failure.reason not in self._told:
             self._told.add(failure.reason)
-            print(f"{self._settings.function}: {failure.reason}: {failure.message}", file=sys.stderr, flush=True)
+            print(f"{settings.function}: {failure.reason}: {failure.message}", file=sys.stderr, flush=True)
+
+    async def stats(self) -> RewardStats:
+        return self._pool.stats
 
     def situation(self) -> Situation:
         said = self._activity.situation()
@@ -45,4 +86,9 @@ class RewardActor:
         return msgspec.structs.replace(said, judging=pool.judging, queued=pool.queued, dropped=pool.failing)
 
     async def close(self) -> None:
-        await self._pool.close()
+        pools = [self._pool, self._answering, *(pool for _, pool in self._stages)]
+        await asyncio.gather(*(pool.close() for pool in pools))
+
+
+def _dropped(verdict: Drop) -> RewardFailure:
+    return RewardFailure(f"stage:{verdict.reason}", "a stage of the user's has dropped it")

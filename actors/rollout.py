@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
-import xxhash
 
+from actors.answering import Answer, Answering, random_stream
 from actors.buffer import BufferActor
 from actors.notes import Notes
 from actors.outbox import Outbox, gather_seconds
@@ -24,12 +24,11 @@ from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_engine
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.precision.settings import served_precision
-from asyncrl.rewards.base import RewardFailure, RewardInput
+from asyncrl.rewards.base import RewardFailure
 from asyncrl.stalls.activity import RolloutActivity
 from asyncrl.stalls.picture import Situation
 from asyncrl.types import (
     EngineStats,
-    Finish,
     Probe,
     Prompt,
     Request,
@@ -44,15 +43,6 @@ from asyncrl.types import (
 from asyncrl.weights import probe
 from asyncrl.weights.nccl import addressed_to
 from asyncrl.weights.transport import to_file
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """What an engine made of one request."""
-
-    segments: tuple[Segment, ...]
-    finish: Finish
-    started: float
-    finished: float
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True):
@@ -74,18 +64,19 @@ class RolloutActor:
         self._engine: Engine = build_engine(run, model_path, name=name)
         engines = max(run.rollout.replicas, run.elastic.max)
         self._outbox = Outbox(
-            buffer, reward, lambda slot: self._activity.stage(slot, "append"), gather_seconds(engines)
+            buffer,
+            reward,
+            lambda slot: self._activity.stage(slot, "append"),
+            gather_seconds(engines),
+            staged=bool(run.stages),
         )
         self._notes = Notes(buffer, engines)
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._answering = Answering(run, self._engine, self._tokenizer, reward)
         self._trial = Trial()
         self._evaluations = count()
         self._activity = RolloutActivity()
-        self._begun: dict[Slot, tuple[Segment, ...]] = {}
-        """What running answers consist of, up to the last weight update."""
         self._served: WeightManifest | None = None
         """Of the version that the engine serves; none before the first."""
-        self._leaving = False
 
     async def start(self) -> None:
         await self._engine.start()
@@ -112,7 +103,7 @@ class RolloutActor:
     async def hand_over(self) -> None:
         """Generate no further: what runs is given up where it is, for others to go on with. Answers that are finished
         are still scored and stored, and held-out ones are finished."""
-        self._leaving = True
+        self._answering.leaving = True
         for request in self._trial.under_way:
             await self._engine.abort(request)
 
@@ -125,38 +116,50 @@ class RolloutActor:
         deadline: float,
         unfinished: dict[Slot, tuple[Segment, ...]],
     ) -> None:
-        if self._leaving:
+        if self._answering.leaving:
             unfinished[slot] = begun
             return
-        sampled = [token for segment in begun for token in segment.tokens.tolist()]
         request = Request(
             id=f"{slot.group}/{slot.sample}",
-            tokens=(*tokens, *sampled),
+            tokens=tokens,
             sampling=self._sampling(),
-            seed=_seed(self._run.seed, "train", slot.group, slot.sample),
-            resumed=len(sampled),
+            seed=random_stream(self._run.seed, "train", slot.group, slot.sample),
         )
         with self._trial.running(request.id):
             try:
-                answer = await self._answer(request, deadline, begun, slot)
+                answer = await self._answering.converse(
+                    request,
+                    prompt,
+                    deadline,
+                    begun,
+                    slot,
+                    lambda waits: self._activity.stage(slot, "environment" if waits else "generate"),
+                )
             except EngineError:
                 if self._engine.refusal:
                     raise  # it is of no use any more: others have to go on with its answers
                 await self._buffer.fail(slot, "engine_error")
                 return
             finally:
-                self._begun.pop(slot, None)
+                self._answering.begun.pop(slot, None)
             self._activity.stage(slot, "verdict")
             spoiled = await self._trial.spoiled(request.id)
         if spoiled:
-            await self._buffer.fail(slot, "unverified", sum(map(len, answer.segments)))
+            await self._buffer.fail(slot, "unverified", answer.sampled_tokens)
+            return
+        if answer.failure is not None:
+            await self._buffer.fail(slot, answer.failure.reason, answer.sampled_tokens)
             return
         if answer.finish == "abort":
             if answer.finished >= deadline:  # else the engine was closed, and a resumed run asks for it again
-                await self._buffer.fail(slot, "timeout", sum(map(len, answer.segments)))
-            elif self._leaving:
+                await self._buffer.fail(slot, "timeout", answer.sampled_tokens)
+            elif self._answering.leaving:
                 unfinished[slot] = answer.segments
             return
+        await self._hand_in(slot, prompt, tokens, answer)
+
+    async def _hand_in(self, slot: Slot, prompt: Prompt, tokens: tuple[int, ...], answer: Answer) -> None:
+        """To be scored and stored."""
         trajectory = Trajectory(
             slot=slot,
             prompt=prompt.uid,
@@ -169,31 +172,7 @@ class RolloutActor:
             precision=served_precision(self._run, self._served),
         )
         self._activity.stage(slot, "reward")
-        await self._outbox.hand_over(self._reward_input(prompt, answer), trajectory)
-
-    async def _answer(
-        self, request: Request, deadline: float, begun: tuple[Segment, ...] = (), slot: Slot | None = None
-    ) -> Answer:
-        """Run one request to its end; past the deadline it is aborted, and what came so far is returned."""
-        segments = list(begun)
-        finish: Finish = "abort"
-        started = time.time()
-        alarm = asyncio.get_running_loop().call_later(max(0.0, deadline - started), self._abort, request.id)
-        try:
-            async for delta in self._engine.submit(request):
-                if len(delta.segment):
-                    segments.append(delta.segment)
-                    if slot is not None:
-                        self._begun[slot] = tuple(segments)
-                finish = delta.finish or finish
-        finally:
-            alarm.cancel()
-        return Answer(tuple(segments), finish, started, time.time())
-
-    def _abort(self, request_id: str) -> None:
-        task = asyncio.create_task(self._engine.abort(request_id))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        await self._outbox.hand_over(self._answering.reward_input(prompt, answer), trajectory)
 
     def _sampling(self, *, greedy: bool = False) -> Sampling:
         rollout = self._run.rollout
@@ -205,10 +184,6 @@ class RolloutActor:
             stop=self._tokenizer.eos_ids,
         )
 
-    def _reward_input(self, prompt: Prompt, answer: Answer) -> RewardInput:
-        tokens = [token for segment in answer.segments for token in segment.tokens.tolist()]
-        return RewardInput(prompt=prompt.text, completion=self._tokenizer.decode(tokens), answer=prompt.answer)
-
     async def evaluate(self, prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
         """Answer held-out prompts beside the training work; nothing of it enters the buffer."""
         deadline = time.time() + self._run.flow.stall_timeout_s
@@ -218,17 +193,18 @@ class RolloutActor:
                 id=f"eval/{evaluation}/{number}",
                 tokens=tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout)),
                 sampling=self._sampling(greedy=greedy),
-                seed=_seed(seed, "held_out", number),
+                seed=random_stream(seed, "held_out", number),
             )
             for number, prompt in enumerate(prompts)
         ]
-        answers = await asyncio.gather(*(self._activity.evaluation(self._answer(r, deadline)) for r in requests))
-        inputs = [self._reward_input(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        asked = [self._answering.converse(r, prompt, deadline) for r, prompt in zip(requests, prompts, strict=True)]
+        answers = await asyncio.gather(*map(self._activity.evaluation, asked))
+        inputs = [self._answering.reward_input(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         results = await self._activity.during(
             "the rewards of held-out answers", self._reward.score(inputs), on="reward"
         )
         return [
-            Judged(0.0 if isinstance(result, RewardFailure) else result, sum(map(len, answer.segments)))
+            Judged(0.0 if isinstance(result, RewardFailure) else result, answer.sampled_tokens)
             for result, answer in zip(results, answers, strict=True)
         ]
 
@@ -248,19 +224,19 @@ class RolloutActor:
                 )
         self._served = manifest
         if self._run.recovery.max_restarts:
-            self._notes.begin(self._begun)
+            self._notes.begin(self._answering.begun)
         return msgspec.structs.replace(ack, probe_gap=gap)
 
     async def _probe(self, wanted: Probe, version: int) -> float:
         deadline = time.time() + self._run.weights.deadline_s
-        answers = await asyncio.gather(*(self._answer(r, deadline) for r in probe.requests(wanted, version)))
+        answers = await asyncio.gather(*(self._answering.answer(r, deadline) for r in probe.requests(wanted, version)))
         return probe.gap(wanted, [float(s.logprobs[0]) for answer in answers for s in answer.segments])
 
     async def _go_back(self) -> None:
         """Throw away what the bad version may have touched, and serve the one before, if it was published."""
         for request in self._trial.reject():
             await self._engine.abort(request)
-        self._begun.clear()  # nobody may go on from what the bad version sampled
+        self._answering.begun.clear()  # nobody may go on from what the bad version sampled
         if self._served is not None:
             await self._engine.load_weights(self._served, "recompute")
 
@@ -286,8 +262,3 @@ class RolloutActor:
 
     async def close(self) -> None:
         await self._engine.close()
-
-
-def _seed(*parts: int | str) -> int:
-    """A random stream of its own for each sample, the same in every attempt."""
-    return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode())

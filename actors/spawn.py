@@ -1,4 +1,4 @@
-"""Runs plain classes as actors. With attaching, scheduling and asking beside it, pipelines/placement.py and
+"""Runs plain classes as actors. With attaching, scheduling, asking and metrics beside it, pipelines/placement.py and
 pipelines/cluster_*.py all that knows Ray.
 
 A class is written once, with async methods; `InProcess` builds it here, `OnRay` builds it in a process of its own and

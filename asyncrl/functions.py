@@ -1,7 +1,12 @@
-"""Functions that users name in a config: `package.module:function` or `path/to/file.py:function`."""
+"""Functions of the user's, by name: `package.module:function` or `path/to/file.py:function`.
+
+What has no such name, as a lambda or a function written in a notebook, can be kept here for runs in this very process:
+`here:` and the name under which it was kept.
+"""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -11,9 +16,15 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
+HERE = "here:"
+_kept: dict[str, Callable[..., Any]] = {}
+_loading: list[Path] = []
+
 
 def find_function(location: str) -> Callable[..., Any]:
     """Import it; whatever the user's module raises comes through."""
+    if is_here(location):
+        return _find_here(location)
     place, _, name = location.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else import_module(place)
     function = getattr(module, name, None)
@@ -22,9 +33,13 @@ def find_function(location: str) -> Callable[..., Any]:
     return function
 
 
-@cache
 def load_function(location: str, field: str) -> Callable[..., Any]:
     """The function that the setting `field` names, or a refusal that says so."""
+    return _find_here(location) if is_here(location) else _load_once(location, field)
+
+
+@cache
+def _load_once(location: str, field: str) -> Callable[..., Any]:
     try:
         return find_function(location)
     except Exception as error:  # importing runs the user's code
@@ -34,6 +49,41 @@ def load_function(location: str, field: str) -> Callable[..., Any]:
         ) from error
 
 
+def name_of(function: Callable[..., Any]) -> str | None:
+    """The name by which any process of this machine finds a function; None for one that only this process has."""
+    name, module = getattr(function, "__qualname__", "?"), sys.modules.get(getattr(function, "__module__", ""))
+    if module is None or getattr(module, name, None) is not function:
+        return None
+    if module.__name__ != "__main__" and "." in module.__name__:
+        return f"{module.__name__}:{name}"
+    file = Path(getattr(module, "__file__", None) or "")
+    return f"{file.resolve()}:{name}" if file.suffix == ".py" and file.is_file() else None
+
+
+def keep_here(function: Callable[..., Any], name: str) -> str:
+    """Its location, good in this process alone; the same name again stands for the newer function."""
+    _kept[f"{HERE}{name}"] = function
+    return f"{HERE}{name}"
+
+
+def is_here(location: str) -> bool:
+    return location.startswith(HERE)
+
+
+def loaded_file() -> Path | None:
+    """The user's file that is being imported at this moment, for what must not happen then."""
+    return _loading[-1] if _loading else None
+
+
+def _find_here(location: str) -> Callable[..., Any]:
+    if location not in _kept:
+        raise ConfigError(
+            f"{location} was written in the program or notebook that started the run, and is not known here: go on "
+            "from there with Pipeline(...).resume(), or put it into a file and name it path/to/file.py:function"
+        )
+    return _kept[location]
+
+
 def _load_file(path: Path) -> ModuleType:
     name = f"user_file_{path.stem}"  # a file called json.py must not hide the real json
     spec = spec_from_file_location(name, path)
@@ -41,5 +91,15 @@ def _load_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = sys.modules[name] = module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # as if it were run: its neighbours can be imported
-    spec.loader.exec_module(module)
+    with _loads(path):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _loads(path: Path) -> Generator[None, None, None]:
+    _loading.append(path)
+    try:
+        yield
+    finally:
+        _loading.pop()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from asyncrl.config import Checkpoint, Evaluation, Flow, Reward, Rollout, Run, Trainer
 from asyncrl.tasks.settings import JsonlTask
-from pipelines.train import train
 
 
 def reward(prompt: str, completion: str, answer: str) -> float:
@@ -36,4 +35,6 @@ def own_run(model: str, prompts: str, root: str = "runs") -> Run:
 
 
 if __name__ == "__main__":
+    from pipelines.train import train  # here: the reward's process imports this file too, and needs no trainer
+
     sys.exit(train(own_run(*sys.argv[1:])))

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from asyncrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
 from asyncrl.algorithms.advantage import Rewards, group_relative
 from asyncrl.algorithms.base import Loss, Tokens
 from asyncrl.algorithms.settings import Algorithm, CustomAlgorithm
+from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
 
 
@@ -38,9 +41,22 @@ def _custom(settings: CustomAlgorithm) -> Entry:
     function = load_function(settings.function, "algorithm.function")
 
     def advantages(_: CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards]:
+        if settings.advantages:
+            own = load_function(settings.advantages, "algorithm.advantages")
+            return [_own(own(reward_G), reward_G, settings.advantages) for reward_G in rewards]
         return [group_relative(reward_G, normalize_std=settings.normalize_std) for reward_G in rewards]
 
     def loss(_: CustomAlgorithm, tokens: Tokens) -> Loss:
         return Loss(function(tokens))
 
     return Entry(advantages, loss)
+
+
+def _own(given: Any, reward_G: Rewards, location: str) -> Rewards:
+    advantage_G = np.asarray(given, dtype=reward_G.dtype)
+    if advantage_G.shape != reward_G.shape or not np.isfinite(advantage_G).all():
+        raise ConfigError(
+            f"algorithm.advantages={location} returned {given!r:.200} for {len(reward_G)} rewards; return one finite "
+            "number for each"
+        )
+    return advantage_G

@@ -112,11 +112,14 @@ class Cispo(AlgorithmBase, frozen=True, tag="cispo"):
 
 
 class CustomAlgorithm(AlgorithmBase, frozen=True, kw_only=True, tag="custom"):
-    """A loss of your own, with group-relative advantages."""
+    """A loss of your own, with group-relative advantages or your own."""
 
     function: str
     """`package.module:function` or `path/to/file.py:function`: f(tokens: Tokens) -> one loss per sampled token."""
+    advantages: str = ""
+    """The same: f(rewards of a group: numpy array) -> an advantage for each; empty: group-relative."""
     normalize_std: bool = True
+    """Divide group-relative advantages by the group's standard deviation."""
 
 
 class Reject(Settings, frozen=True):

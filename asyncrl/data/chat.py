@@ -16,6 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from asyncrl.errors import CheckpointError
 
 ROLES = ("user", "assistant")
+MARKS = ("asyncrl-answer", "asyncrl-reply")
+"""Stand for turns where only what is around them is of interest."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -42,6 +44,16 @@ class ChatTemplate:
             raise CheckpointError(
                 f"its chat template cannot be used: {error.message}; repair it, or set rollout.chat=false"
             ) from None
+
+    @cached_property
+    def around_turn(self) -> tuple[str, str]:
+        """What stands before and after a turn of the user's that follows one of the model's."""
+        shown = self.render(("question", *MARKS))
+        _, found, behind = shown.partition(MARKS[0])
+        opening, also_found, closing = behind.partition(MARKS[1])
+        if not (found and also_found):
+            raise CheckpointError("its chat template cannot show several turns; repair it, or set rollout.chat=false")
+        return opening, closing
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:

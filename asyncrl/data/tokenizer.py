@@ -9,7 +9,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from asyncrl.config import Rollout
 from asyncrl.data.chat import ChatTemplate, load_chat_template
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.types import Prompt
 
 PAD = "<pad>"
@@ -35,19 +35,48 @@ class Tokenizer:
 
     def encode_chat(self, *turns: str, system: str = "") -> list[int]:
         """Ids of a chat, the user's and the model's turns in alternation, up to where the model's next one begins."""
+        # The template writes the special tokens itself.
+        return self._backend.encode(self._template().render(turns, system), add_special_tokens=False).ids
+
+    def _template(self) -> ChatTemplate:
         if self._chat is None:
             raise CheckpointError(
                 "it has no chat template; set rollout.chat=false, or put the model's chat_template.jinja beside its "
                 "tokenizer.json"
             )
-        # The template writes the special tokens itself.
-        return self._backend.encode(self._chat.render(turns, system), add_special_tokens=False).ids
+        return self._chat
 
     def encode_prompt(self, prompt: Prompt, rollout: Rollout) -> list[int]:
         """Ids of a prompt as the run shows it to the model."""
         if not rollout.chat:
+            if prompt.earlier:
+                raise ConfigError(f"prompt {prompt.uid} has earlier turns of a chat: set rollout.chat=true")
             return self.encode(prompt.text)
         return self.encode_chat(*prompt.earlier, prompt.text, system=rollout.system)
+
+    def encode_turn(self, text: str, rollout: Rollout, *, after: int) -> list[int] | str:
+        """Ids of what is said to the model after its turn, up to where its next one begins, or why there are none.
+
+        `after` is the last token of the turn: where it is the template's own end, it is not written twice.
+        """
+        opening, closing = self._around_turn(rollout)
+        try:
+            ids = self._backend.encode(f"{opening}{text}{closing}", add_special_tokens=False).ids
+        except Exception as error:  # `tokenizers` raises nothing narrower for text that the model has no token for
+            return f"{text!r:.200} cannot be written in the model's tokens: {error}"
+        return ids[1:] if rollout.chat and ids[0] == after else ids
+
+    def decode_turn(self, ids: list[int], rollout: Rollout) -> str:
+        """The text that `encode_turn` was given."""
+        opening, closing = self._around_turn(rollout)
+        shown = self._backend.decode(ids, skip_special_tokens=False).removesuffix(closing)
+        # The opening may lack its first token.
+        return next(shown[len(opening) - i :] for i in range(len(opening) + 1) if shown.startswith(opening[i:]))
+
+    def _around_turn(self, rollout: Rollout) -> tuple[str, str]:
+        if not rollout.chat:
+            return "", ""
+        return self._template().around_turn
 
     def decode(self, ids: list[int]) -> str:
         """The text without special tokens."""

@@ -1,10 +1,11 @@
-"""The child that calls the user's reward function: `python -m asyncrl.rewards.worker module:function`.
+"""The child that calls a function of the user's: `python -m asyncrl.rewards.worker reward module:function`.
 
 Requests come in on stdin and answers go out on stdout, one frame each: four bytes of length, then msgpack. The first
 answer says whether the function could be imported. The user's code gets neither pipe: its prints go to stderr and its
 stdin is empty. When the parent goes away, in whatever manner, the worker ends itself and everything in its group.
 """
 
+import inspect
 import math
 import os
 import select
@@ -12,64 +13,72 @@ import signal
 import struct
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from numbers import Real
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from asyncrl import functions
-from asyncrl.errors import AsyncRLError
 from asyncrl.functions import find_function
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
+from asyncrl.rewards.calling import attempt
 
 HEADER = struct.Struct("<I")
-MAX_MESSAGE = 1000
-"""Characters of a failure's message that are kept."""
 
-Function = Callable[[str, str, str], object]
+Function = Callable[..., object]
 
 
-def main(location: str) -> None:
+class Kind(NamedTuple):
+    """What travels to a function and back."""
+
+    input: Any
+    output: Any
+    call: Callable[[Function, Any], Any]
+
+
+def kind_of(name: str) -> Kind:
+    """Imports only what this kind needs: a worker is started for each function."""
+    match name:
+        case "environment":
+            from asyncrl.environments.base import Conversation, respond
+
+            return Kind(Conversation, str, respond)
+        case "stage":
+            from asyncrl.stages.base import Sample, Verdict, pass_through
+
+            return Kind(list[Sample], list[Verdict], pass_through)
+        case _:
+            return Kind(RewardInput, float, judge)
+
+
+def main(name: str, location: str) -> None:
     requests, answers = _private_pipes()
     threading.Thread(target=_die_with_parent, args=(requests.fileno(),), daemon=True).start()
-    function = _load(location)
-    _answer(answers, function if isinstance(function, RewardFailure) else 0.0)
+    kind = kind_of(name)
+    function = attempt(name, find_function, location)  # importing runs the user's code
+    _answer(answers, function if isinstance(function, RewardFailure) else None)
     if isinstance(function, RewardFailure):
         return
-    decoder = msgspec.msgpack.Decoder(RewardInput)
+    decoder = msgspec.msgpack.Decoder(kind.input)
     while header := requests.read(HEADER.size):
         (length,) = HEADER.unpack(header)
-        _answer(answers, judge(function, decoder.decode(requests.read(length))))
+        _answer(answers, kind.call(function, decoder.decode(requests.read(length))))
 
 
 def judge(function: Function, sample: RewardInput) -> RewardResult:
-    """Call the function; whatever it does short of ending the process becomes a result."""
-    try:
-        value = function(sample.prompt, sample.completion, sample.answer)
-        if isinstance(value, Real) and math.isfinite(value):
-            return float(value)
-    except Exception as error:  # the user's code may raise anything
-        return RewardFailure("reward_error", describe(error))
+    value = attempt("reward", _judge, function, sample)
+    if isinstance(value, RewardFailure):
+        return value
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
     return RewardFailure("reward_invalid", f"returned {value!r:.200}; a reward must be a finite number")
 
 
-def describe(error: Exception) -> str:
-    """One line, with the place if it lies in the user's code."""
-    if isinstance(error, AsyncRLError):
-        return str(error)[:MAX_MESSAGE]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    ours = frame.filename in (__file__, functions.__file__) or frame.filename.startswith("<frozen ")
-    place = "" if ours else f" ({frame.filename}:{frame.lineno})"
-    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + place
-
-
-def _load(location: str) -> Function | RewardFailure:
-    try:
-        return find_function(location)
-    except Exception as error:  # importing runs the user's code
-        return RewardFailure("reward_error", describe(error))
+def _judge(function: Function, sample: RewardInput) -> object:
+    """A function with a parameter `turns` is shown the whole conversation."""
+    if sample.turns and "turns" in inspect.signature(function).parameters:
+        return function(sample.prompt, sample.completion, sample.answer, turns=list(sample.turns))
+    return function(sample.prompt, sample.completion, sample.answer)
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -81,7 +90,7 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def _answer(answers: BinaryIO, result: RewardResult) -> None:
+def _answer(answers: BinaryIO, result: object) -> None:
     payload = msgspec.msgpack.encode(result)
     answers.write(HEADER.pack(len(payload)) + payload)
 
@@ -95,4 +104,4 @@ def _die_with_parent(requests: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

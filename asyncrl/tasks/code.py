@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.sandbox.base import Input, Limits
-from asyncrl.tasks.jsonl import Jsonl, Row
+from asyncrl.tasks.jsonl import Lines
 from asyncrl.tasks.settings import CodeTask
+from asyncrl.types import Prompt
 
 
 class Test(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,7 +53,7 @@ class _CodeRow(msgspec.Struct, frozen=True):
             raise ValueError(f"`{'tests' if self.prompt else 'prompt'}` is empty")
 
 
-class Code(Jsonl):
+class Code(Lines):
     """The problems of a file."""
 
     EXAMPLE = '{"prompt": "Print 2.", "tests": [{"stdout": "2"}]}'
@@ -61,6 +62,7 @@ class Code(Jsonl):
         self._limits = settings.limits
         super().__init__(settings, seed)
 
-    def _decode(self, line: bytes) -> Row:
+    def _decode(self, line: bytes, uid: str) -> Prompt:
         row = msgspec.json.decode(line, type=_CodeRow)
-        return Row(row.prompt, msgspec.json.encode(Problem(row.tests, self._limits)).decode())
+        answer = msgspec.json.encode(Problem(row.tests, self._limits)).decode()
+        return Prompt(uid=uid, text=row.prompt, answer=answer)

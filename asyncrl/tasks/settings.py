@@ -25,19 +25,61 @@ class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
             raise ValueError(f"median_size={self.median_size} is more than max_size={self.max_size}")
 
 
-class JsonlTask(Settings, frozen=True, tag_field="type", tag="jsonl"):
-    """Prompts from a JSON-lines file with the fields `prompt` and, optionally, `answer`."""
+HeldOut = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Columns(Settings, frozen=True):
+    """Which columns of a table are what."""
+
+    prompt: str = "prompt"
+    """A text, or a chat as a list of {role, content} that ends with the user."""
+    answer: str = ""
+    """What the reward is given as `answer`; empty: the column `answer`, if there is one."""
+    held_out: HeldOut = 0.05
+    """Share of the rows kept for evaluation."""
+
+    @property
+    def answer_column(self) -> str:
+        return self.answer or "answer"
+
+
+class JsonlTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="jsonl"):
+    """Prompts from a JSON-lines file."""
 
     path: str
-    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """Share of the file kept for evaluation."""
+
+
+class ParquetTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="parquet"):
+    """Prompts from a Parquet file, or from all of a directory."""
+
+    path: str
+
+
+class DatasetTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="dataset"):
+    """Prompts from a Hugging Face dataset; needs the extra `datasets`."""
+
+    name: str
+    """One of the hub's, or a directory that `save_to_disk` wrote."""
+    config: str = ""
+    """Which one of several under the same name."""
+    split: str = "train"
+
+
+class PythonTask(Settings, frozen=True, tag_field="type", tag="python"):
+    """Prompts from a function of your own."""
+
+    function: str
+    """`package.module:function` or `path/to/file.py:function`, called without arguments: returns an iterable of texts,
+    (text, answer) pairs, {prompt, answer} mappings or Prompts."""
+    held_out: HeldOut = 0.05
+    """Share kept for evaluation; of what has no length one text in eight is kept."""
 
 
 class CodeTask(Settings, frozen=True, tag_field="type", tag="code"):
     """Programs to write, from a JSON-lines file with the fields `prompt` and `tests`; judged by running them."""
 
     path: str
-    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    held_out: HeldOut = 0.05
     """Share of the file kept for evaluation."""
     limits: Limits = Limits()
     """What the program of one answer may use."""
@@ -56,7 +98,7 @@ class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_g
     """Solved questions shown before each one, as earlier turns of the chat."""
 
 
-TaskSettings = ChainsTask | JsonlTask | CodeTask | ReasoningGymTask
+TaskSettings = ChainsTask | JsonlTask | ParquetTask | DatasetTask | PythonTask | CodeTask | ReasoningGymTask
 JUDGES: dict[type[TaskSettings], str] = {
     ReasoningGymTask: "asyncrl.tasks.reasoning_gym:graded_reward",
     CodeTask: "asyncrl.rewards.code:reward",
