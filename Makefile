@@ -1,6 +1,7 @@
 # Everything is installed into .venv; all that must be there is Python 3.11 or newer.
 #   make quickstart               install, then the CPU demo
 #   make test | make lint         what CI runs
+#   make docs                     docs/ as a site in site/; a broken link fails
 #   make test-cluster             `ray up` of three nodes on loopback addresses, as root; CI runs it too
 #   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
 #   make soak                     random faults on quickstart runs for SOAK_MINUTES=30, which must still learn
@@ -16,7 +17,7 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SOAK_MINUTES ?= 30
 
-.PHONY: install quickstart test test-cluster test-gpu soak lint format
+.PHONY: install quickstart test test-cluster test-gpu soak docs lint format
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -38,6 +39,10 @@ test-gpu: $(VENV)/.installed
 
 soak: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES) $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html"
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	@$(BIN)/ruff check

@@ -12,14 +12,18 @@ import msgspec
 from asyncrl.algorithms.settings import Algorithm, Correction, Grpo, Importance, Ppo, ReinforcePp
 from asyncrl.drafting.settings import DrafterSettings, NoDrafter
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.environments.settings import Environment, check_environment
 from asyncrl.errors import ConfigError
 from asyncrl.flow.elastic_settings import Concurrency, Elastic, check_pool
 from asyncrl.flow.settings import FixedStaleness, StalenessControl
 from asyncrl.placement import Placement
 from asyncrl.precision.settings import RolloutPrecision, check_precision
 from asyncrl.refusals import explain, unknown_keys
+from asyncrl.rewards.settings import Reward as Reward
 from asyncrl.settings import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.stages.settings import Stages
 from asyncrl.tasks.settings import ChainsTask, ReasoningGymTask, TaskSettings, check_judge
+from asyncrl.tracking.settings import TrackerName
 from asyncrl.training.settings import Trainer, check_trainer
 from asyncrl.weights.settings import Weights, check_weights
 
@@ -46,17 +50,6 @@ class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
 
 
 ModelSource = Checkpoint | WarmStart
-
-
-class Reward(Settings, frozen=True):
-    """The judge: a plain function, run in processes of its own that can be killed."""
-
-    function: str = "asyncrl.tasks.chains:reward"
-    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer)."""
-    timeout_s: AboveZero = 5.0
-    workers: Positive = 1
-    allow_unsafe_exec: bool = False
-    """Where programs cannot be contained, run the model's code all the same, as you and with all that you can do."""
 
 
 class Rollout(RolloutPrecision, frozen=True):
@@ -159,6 +152,9 @@ class Run(Settings, frozen=True):
     model: ModelSource = WarmStart()
     task: TaskSettings = ChainsTask()
     reward: Reward = Reward()
+    environment: Environment = Environment()
+    stages: Stages = ()
+    """Filters and judges between the reward and the buffer, in this order."""
     rollout: Rollout = Rollout()
     elastic: Elastic = Elastic()
     concurrency: Concurrency = Concurrency()
@@ -171,6 +167,10 @@ class Run(Settings, frozen=True):
     buffer: Buffer = Buffer()
     checkpoint: Checkpoints = Checkpoints()
     evaluation: Evaluation = Evaluation()
+    trackers: tuple[TrackerName, ...] = ()
+    """Where figures go besides the run's directory."""
+    project: str = "asyncrl"
+    """What trackers show the run under."""
 
     @property
     def samples_per_step(self) -> int:
@@ -217,6 +217,7 @@ def check(run: Run) -> None:
     check_weights(run)
     check_pool(run)
     check_trainer(run)
+    check_environment(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     if isinstance(run.task, ReasoningGymTask) and run.task.examples and not run.rollout.chat:

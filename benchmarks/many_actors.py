@@ -36,7 +36,8 @@ from asyncrl.rewards.base import RewardInput
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.types import Prompt, Ticket, WeightManifest
 
-GROUP, GROUPS_PER_STEP, STALENESS = 8, 256, 1
+GROUP, GROUPS_PER_STEP, STALENESS = 8, 256, 3
+"""A window wide enough for every place of the engines: else their pace and the window bound the rate."""
 HOSTS = 2
 BAR_RATE, BAR_COST, BAR_MEMORY = 2000.0, 1.3, 1.05
 WARM_UP_S = 10.0

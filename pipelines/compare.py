@@ -66,10 +66,10 @@ def read(paths: Sequence[Path]) -> list[Recorded]:
         if places.count(place) > 1:
             raise ConfigError(f"{path} is named twice; name each run once")
     short = len({place.name for place in places}) == len(places)
-    return [_read(path, place.name if short else str(path)) for path, place in zip(paths, places, strict=True)]
+    return [read_one(path, place.name if short else str(path)) for path, place in zip(paths, places, strict=True)]
 
 
-def _read(path: Path, label: str) -> Recorded:
+def read_one(path: Path, label: str) -> Recorded:
     directory = RunDirectory.open(path)
     if not directory.metrics.is_file():
         raise ConfigError(f"{path} has no metrics.parquet: none of its steps is finished, so leave it out for now")

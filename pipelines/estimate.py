@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,7 @@ from asyncrl.devices import gpu_memory, has_gpu
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.precision.settings import carrier
+from asyncrl.simulation.outcome import Rates
 from asyncrl.tasks.base import Split, make_task
 from asyncrl.tasks.chains import CHARACTERS, draw_chain
 from asyncrl.tasks.settings import ChainsTask
@@ -79,6 +80,29 @@ class Card(NamedTuple):
     total: int
     trainer: int
     engines: int
+
+
+class Traffic(NamedTuple):
+    """Bytes over each edge: per second where the pace is known, else per step at the longest answers."""
+
+    to_buffer: float
+    to_trainer: float
+    to_engines: float
+    """Of all engines together."""
+    per: Literal["a step", "a second"]
+
+    def words(self, count: float) -> str:
+        return f"about {size(count)}" if self.per == "a second" else f"at most {size(count)}"
+
+
+def traffic(run: Run, required: Needs, prompt: int, pace: Rates | None) -> Traffic:
+    """`pace` comes from a simulation; `prompt` is the length of the longest, in tokens."""
+    weights = run.rollout.replicas * required.published
+    if pace is None:
+        return Traffic(required.trajectories, required.trajectories, weights, "a step")
+    rows = pace.samples_per_second * (prompt * TOKEN + ROW)
+    generated, trained = TOKEN * pace.generated_tokens_per_second, TOKEN * pace.tokens_per_second
+    return Traffic(rows + generated, rows + trained, weights / pace.step_seconds, "a second")
 
 
 def trains_on_gpu(run: Run) -> bool:

@@ -33,7 +33,8 @@ async def place(
     wanted = demands(run, offer)
     trajectories = directory.trajectories.resolve()
     buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, run, trajectories, restore_step)
-    reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, run.reward)
+    judge = run.reward, run.environment, run.stages
+    reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, *judge)
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
     engine = Resources(restarts=run.recovery.max_restarts).of(wanted["rollout"])
 

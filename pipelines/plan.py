@@ -12,16 +12,19 @@ from pathlib import Path
 from asyncrl import floors
 from asyncrl.algorithms.settings import CustomAlgorithm, CustomCorrection
 from asyncrl.config import Checkpoint, Run, WarmStart, check
-from asyncrl.devices import has_avx512, has_gpu
+from asyncrl.devices import gpu_count, has_avx512, has_gpu
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.settings import FakeEngine, VllmEngine
 from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
-from asyncrl.functions import load_function
-from asyncrl.placement import Offer, demands, missing
+from asyncrl.functions import is_here, load_function
+from asyncrl.placement import GPU, Offer, demands, missing
 from asyncrl.precision.settings import model_problems, numerics
 from asyncrl.rewards.pool import check_function
+from asyncrl.rewards.settings import Called
+from asyncrl.stages.settings import stages
 from asyncrl.tasks.settings import ChainsTask
+from asyncrl.tracking import settings as tracking
 from pipelines.estimate import Needs, card, longest_prompt, model_config, needs, size
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -46,7 +49,9 @@ def problems(run: Run, offer: Offer | None = None) -> list[str]:
         *_cluster(run),
         *_engine(run),
         *_weights(run),
+        *_ranks(run, offer),
         *_functions(run),
+        *tracking.problems(run.trackers, run.cluster),
         *_model(run),
         *(_placement(run, offer) if offer is not None else ()),
     ]
@@ -107,17 +112,52 @@ def _weights(run: Run) -> Iterator[str]:
         yield f"weights.transport={transport} needs cupy: pip install 'asyncrl[nccl]', or use weights.transport=file"
 
 
+def _ranks(run: Run, offer: Offer | None) -> Iterator[str]:
+    """Each rank of the trainer needs a GPU to itself, where it is to compute on one."""
+    if run.cluster in ("local", "inprocess"):
+        cards, where = gpu_count(), "this machine"
+    elif offer is not None and not run.placement.wait_s:
+        cards, where = int(max(each.get(GPU, 0.0) for each in (offer.total, offer.could_have or {}))), "the cluster"
+    else:
+        return
+    if run.trainer.device != "cpu" and 0 < cards < run.trainer.ranks:
+        yield (
+            f"trainer.ranks={run.trainer.ranks} need a GPU each, and {where} has {cards}: use "
+            f"trainer.ranks={cards}, or trainer.device=cpu"
+        )
+    elif run.trainer.device == "cuda" and not cards:
+        yield f"trainer.device=cuda, and {where} has no GPU; use trainer.device=auto"
+
+
 def _functions(run: Run) -> Iterator[str]:
     """Functions of the user's that cannot be loaded."""
-    checks: list[Callable[[], object]] = [lambda: check_function(run.reward)]
-    for field, part in (("algorithm.function", run.algorithm), ("correction.function", run.correction)):
-        if isinstance(part, CustomAlgorithm | CustomCorrection):
-            checks.append(partial(load_function, part.function, field))
+    environment = [run.environment] if run.environment.on else []
+    called: list[Called] = [run.reward, *environment, *stages(run.stages)]
+    names = [settings.function for settings in called]
+    checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
+    for field, name in _losses(run):
+        checks.append(partial(load_function, name, field))
+        names.append(name)
+    if run.cluster != "inprocess" and (here := [name for name in names if is_here(name)]):
+        yield (
+            f"{', '.join(here)}: a lambda or a function of a notebook exists in this process alone, and with cluster="
+            f"{run.cluster} others would have to call it: put it into a file, or use cluster=inprocess"
+        )
     for find in checks:
         try:
             find()
         except ConfigError as error:
             yield str(error)
+
+
+def _losses(run: Run) -> Iterator[tuple[str, str]]:
+    """Setting and function, of those that the trainer calls."""
+    if isinstance(run.algorithm, CustomAlgorithm):
+        yield "algorithm.function", run.algorithm.function
+        if run.algorithm.advantages:
+            yield "algorithm.advantages", run.algorithm.advantages
+    if isinstance(run.correction, CustomCorrection):
+        yield "correction.function", run.correction.function
 
 
 def _model(run: Run) -> Iterator[str]:

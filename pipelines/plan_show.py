@@ -1,6 +1,7 @@
 """What would run: who, on what, and what moves between them."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -8,29 +9,26 @@ from rich.table import Table
 
 from asyncrl.config import Run
 from asyncrl.devices import mps_runs
-from asyncrl.engines.settings import FakeEngine
 from asyncrl.errors import AsyncRLError
+from asyncrl.flow.settings import FixedStaleness
 from asyncrl.models.config import ModelConfig
-from asyncrl.placement import Offer, arriving, demands, in_words, needed
+from asyncrl.placement import Demand, Offer, arriving, demands, in_words, needed
 from asyncrl.precision.memory import footprints
 from asyncrl.precision.settings import carrier
-from pipelines.estimate import Needs, card, longest_prompt, model_config, needs, size
+from asyncrl.simulation.outcome import Rates
+from pipelines import plan_graph
+from pipelines.estimate import Needs, Traffic, card, longest_prompt, model_config, needs, size, traffic
 
 REFERENCE_CARD = 80 * 10**9
 """Memory of a GPU that precisions are compared on where none is here."""
 
 
-def show(run: Run, console: Console, offer: Offer | None = None) -> None:
-    """Print who would run, what one step is made of, and what moves between the actors; `offer` is the cluster's."""
-    groups, samples = run.flow.groups_per_step, run.rollout.group_size
+def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | None = None) -> None:
+    """Print who would run, what one step is made of, and what moves between the actors; `offer` is the cluster's, and
+    `pace` that of a simulation."""
     console.print(f"{run.name}: {run.steps} steps into {Path(run.root) / run.name}", style="bold")
-    console.print(
-        f"1 step = {groups} prompts x {samples} = {run.samples_per_step} samples; "
-        f"training begins with the first {run.flow.groups_per_take} complete groups; "
-        f"up to {run.capacity_groups} groups admitted ahead; {_staleness(run)}"
-    )
-    if offer is not None:
-        _show_placement(run, offer, console)
+    console.print(arithmetic(run))
+    wanted = demands(run, offer) if offer is not None else {}
     try:
         model = model_config(run)
         prompt = longest_prompt(run)
@@ -42,7 +40,10 @@ def show(run: Run, console: Console, offer: Offer | None = None) -> None:
         f"{carrier(run.rollout.precision, run.engine)}; longest prompt with its answer "
         f"{prompt + run.rollout.max_tokens} tokens"
     )
-    console.print(_actors(run, required), _edges(run, required), _precisions(run, model, required))
+    _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
+    if offer is not None:
+        _show_placement(run, offer, console)
+    console.print(_precisions(run, model, required))
     total = run.steps * required.trajectories
     console.print(
         f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk at most "
@@ -51,18 +52,41 @@ def show(run: Run, console: Console, offer: Offer | None = None) -> None:
     _show_card(run, required, console)
 
 
+def arithmetic(run: Run) -> str:
+    """What one step is, and how far generation may be ahead of training."""
+    flow, ahead = run.flow, run.max_staleness
+    step = f"1 step = {flow.groups_per_step} prompts x {run.rollout.group_size} = {run.samples_per_step} samples"
+    begins = f"training begins with the first {flow.groups_per_take} complete groups"
+    if ahead == 0:
+        return f"{step}, no publish ahead: synchronous, every token is of the version that is trained; {begins}"
+    publishes = f"{ahead} publish{'es' * (ahead > 1)} ahead"
+    if not isinstance(run.staleness, FixedStaleness):
+        publishes = f"up to {publishes}, as staleness={run.staleness.__struct_config__.tag} decides"
+    admitted = f"{run.capacity_groups} groups admitted, the oldest token at most {ahead} version{'s' * (ahead > 1)} old"
+    return f"{step}, {publishes}: {admitted}; {begins}"
+
+
+def _show_graph(
+    run: Run, required: Needs, wanted: Mapping[str, Demand], moves: Traffic, pace: Rates | None, console: Console
+) -> None:
+    back = ("weights", size(moves.to_engines), moves.per)
+    lines = plan_graph.draw(plan_graph.boxes(run, required, wanted, moves), back)
+    picture = "\n".join([f"prompts ({run.task.__struct_config__.tag})", "   ▼", *lines])
+    console.print(picture.translate(plan_graph.ASCII) if console.options.ascii_only else picture, soft_wrap=True)
+    if pace is None:
+        console.print(
+            "bytes are of a step; `--from RUN` or `--profile NAME`, as of `asyncrl simulate`, tell them by the second"
+        )
+    else:
+        console.print(f"bytes a second as simulated, not measured: a step takes about {pace.step_seconds:.3g} s")
+
+
 def _show_placement(run: Run, offer: Offer, console: Console) -> None:
-    """Who takes what of which cluster, and what of it has to come."""
+    """What everybody takes together of which cluster, and what of it has to come."""
     wanted = list(demands(run, offer).values())
     whose = f"{len(offer.nodes)} node{'s' * (len(offer.nodes) > 1)}" if offer.attached else "this machine"
-    table = Table(
-        "role", "processes", "each takes", title=f"placement: cluster={run.cluster}, {whose}", title_justify="left"
-    )
-    for each in wanted:
-        table.add_row(each.role, str(each.processes), in_words(each.bundle) or "a share of what is there")
-    console.print(table)
-    if offer.attached:
-        console.print(f"together {in_words(needed(wanted))}; the cluster has {in_words(offer.known)}")
+    has = f"; it has {in_words(offer.known)}" if offer.attached else ""
+    console.print(f"cluster={run.cluster}, {whose}: together {in_words(needed(wanted)) or 'nothing of its own'}{has}")
     if offer.could_have is not None and (coming := arriving(wanted, offer)):
         console.print(f"its autoscaler has to bring {in_words(coming)} more before everything runs")
     if run.elastic.on:
@@ -91,28 +115,6 @@ def _show_card(run: Run, required: Needs, console: Console) -> None:
         )
 
 
-def _staleness(run: Run) -> str:
-    if run.max_staleness == 0:
-        return "synchronous: every token is of the version that is trained"
-    return f"the oldest token at most {run.max_staleness} version{'s' * (run.max_staleness > 1)} old"
-
-
-def _actors(run: Run, required: Needs) -> Table:
-    table = Table("actor", "processes", "CPUs each", "memory each, at most about", title="actors", title_justify="left")
-    threads = 1 if isinstance(run.engine, FakeEngine) else run.engine.threads
-    kv = f"KV cache {size(required.kv_cache)}"
-    optimizer = f"weights, gradients and Adam {size(required.optimizer)}, activations {size(required.activations)}"
-    rows = [
-        (f"rollout ({run.engine.__struct_config__.tag})", run.rollout.replicas, threads, required.rollout, kv),
-        (f"trainer ({run.algorithm.__struct_config__.tag})", 1, run.trainer.threads, required.trainer, optimizer),
-    ]
-    for name, processes, cpus, memory, parts in rows:
-        table.add_row(name, str(processes), str(cpus), f"{size(memory)} ({parts})")
-    table.add_row("buffer", "1", "shared", f"up to {size(run.buffer.max_bytes)} of trajectories, on disk")
-    table.add_row("reward", f"1 + {run.reward.workers}", "shared", run.reward.function)
-    return table
-
-
 def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
     """What an engine on a GPU takes; on a CPU FP8 is simulated in floats, and saves nothing."""
     found = card(run, required)
@@ -123,13 +125,4 @@ def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
         mark = " (chosen)" if each.precision == run.rollout.precision else ""
         tokens = f"{each.tokens(room):,}" if each.tokens(room) else "none: the weights do not fit"
         table.add_row(f"{each.precision}{mark}", size(each.weights), size(each.kv_token), tokens)
-    return table
-
-
-def _edges(run: Run, required: Needs) -> Table:
-    table = Table("edge", "each step", title="traffic", title_justify="left")
-    table.add_row("rollout -> buffer -> trainer", f"at most {size(required.trajectories)} of trajectories")
-    table.add_row(
-        f"trainer -> {run.rollout.replicas} x rollout", f"{size(required.published)} of weights, read by each"
-    )
     return table

@@ -14,20 +14,24 @@ import pyarrow.parquet as pq
 
 from actors.fleet import Fleet
 from actors.publisher import Published
+from actors.roster import NAME as ROLES
 from actors.trainer import Accumulated
 from asyncrl.config import Run
 from asyncrl.data.tables import read_table
 from asyncrl.drafting.gain import Notice, net_gain
 from asyncrl.errors import ActorError
 from asyncrl.flow.controller import Decision
+from asyncrl.insight.environment import resident_bytes
 from asyncrl.rundir import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
 from asyncrl.types import EngineStats
 from pipelines.evaluate import Scores
+from pipelines.placement import HERE
 from pipelines.progress import Progress
+from pipelines.tracking import trackers
 
-METRICS_SECONDS = 5.0
-"""At most this long between two writes of metrics.parquet."""
+METRICS_SECONDS, ROW_SECONDS = 5.0, 0.0025
+"""Between two writes of metrics.parquet, and for each of its rows: a hundred times what it takes to write a row."""
 Row = dict[str, Any]
 
 
@@ -39,6 +43,7 @@ class Recorder:
         self._directory = directory
         self._progress = progress
         self._events = Events(directory.events)
+        self._trackers = trackers(run, directory, progress.say, first_step=first_step)
         self.rows: list[Row] = [row for row in _read_rows(directory) if row["step"] < first_step]
         self.evaluations: dict[int, Row] = {
             event["step"]: event["scores"] for event in read_events(directory.events) if event["kind"] == "evaluation"
@@ -84,9 +89,6 @@ class Recorder:
         """Take down one step, published or not; the buffer and the engines are asked for their state once."""
         stats = await self._stats(fleet)
         ledger = await fleet.buffer.ledger()
-        rewards = [reward for part in done for reward in part.rewards]
-        staleness = [age for part in done for age in part.staleness]
-        lengths = [length for part in done for length in part.lengths]
         row: Row = {
             "step": step,
             "version": report.version,
@@ -94,18 +96,13 @@ class Recorder:
             "loop_seconds": self.loop_seconds,
             "samples": report.samples,
             "tokens": report.tokens,
-            "reward": sum(rewards) / len(rewards),
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "skipped": report.skipped,
             **report.figures,
             "shares": msgspec.to_builtins(report.shares),
-            "staleness_mean": sum(staleness) / len(staleness),
-            "staleness_max": max(staleness),
-            "length_mean": sum(lengths) / len(lengths),
-            "length_max": max(lengths),
+            **_trained(done),
             "wait_seconds": waited,
-            "train_seconds": sum(part.seconds for part in done),
             "effective_staleness": pace.effective_staleness,
             "publish_every": pace.publish_every,
             "sync_seconds": published.seconds if published else 0.0,
@@ -115,19 +112,30 @@ class Recorder:
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
             **_drafting(stats),
+            **{f"reward_{name}": value for name, value in msgspec.structs.asdict(await fleet.reward.stats()).items()},
+            "resident_bytes": self._memory(),
             "drafter": msgspec.to_builtins(fleet.drafter.status) if fleet.drafter is not None else None,
             "in_flight": ledger.in_flight,
             "buffered": ledger.buffered,
             "dropped": sum(ledger.dropped.values()),
-            "first_work": min(part.started for part in done),
-            "first_wave_finished": max(part.first_wave_finished for part in done),
         }
+        self._trackers.step(row, self.rows[-1] if self.rows else None)
         self.rows.append(row)
         self._progress.step(row)
         self._warn(report)
+        if off := report.off_policy:
+            ratios = [round(ratio, 4) for ratio in off.log_ratio]
+            self.event("off_policy", step=step, group=off.group, sample=off.sample, log_ratio=ratios)
         self._tell_drafting(stats)
-        if time.time() - self._written > METRICS_SECONDS:
+        if time.time() - self._written > max(METRICS_SECONDS, ROW_SECONDS * len(self.rows)):
             self.write_metrics()
+
+    def _memory(self) -> dict[str, int] | None:
+        """Of the processes that the actors had when they were placed; nothing of those on other machines."""
+        roles = self._directory.path / ROLES
+        if self._run.cluster not in HERE or not roles.exists():
+            return None
+        return resident_bytes(msgspec.json.decode(roles.read_bytes()))
 
     async def _stats(self, fleet: Fleet) -> list[EngineStats]:
         """Of the engines that answer; the count of one that was started again begins anew."""
@@ -143,37 +151,43 @@ class Recorder:
             self._generated_before += self._generated[name]
         self._generated[name] = stats.generated_tokens
 
+    def _say(self, text: str) -> None:
+        """To whoever looks at the terminal, now, or at a tracker, later."""
+        self._progress.say(text)
+        self._trackers.note(text)
+
     def _warn(self, report: StepReport) -> None:
         """Say an alarm when it begins, not in every step that it lasts."""
         if report.skipped:
             self.event("step_skipped", version=report.version, fault=report.fault)
-            self._progress.say(f"step {report.version} was skipped, the weights stay: {report.fault}")
+            self._say(f"step {report.version} was skipped, the weights stay: {report.fault}")
         alarms = {text.partition("=")[0]: text for text in report.alarms}
         for name in alarms.keys() - self._alarms:
             self.event("alarm", version=report.version, figure=name, text=alarms[name])
-            self._progress.say(f"alarm at step {report.version}: {alarms[name]}")
+            self._say(f"alarm at step {report.version}: {alarms[name]}")
         self._alarms = set(alarms)
 
     def _tell_drafting(self, stats: Sequence[EngineStats]) -> None:
         for text in self._drafting.changes(arm for found in stats for arm in found.speculation):
             self.event("drafting", text=text)
-            self._progress.say(text)
+            self._say(text)
 
     def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
         self.evaluations[steps_done] = {name: getattr(scores, name) for name in scores.__struct_fields__}
         self.span("evaluation", start, step=steps_done, scores=scores)
         self._loop_started += time.time() - start
         self._progress.evaluation(steps_done, scores)
+        self._trackers.evaluation(steps_done, self.evaluations[steps_done])
 
     def lost(self, engine: str, reason: str) -> None:
         """An engine died, and is brought back."""
         self.event("engine_lost", engine=engine, reason=reason)
-        self._progress.say(f"{engine} died and is started again; its answers go on elsewhere")
+        self._say(f"{engine} died and is started again; its answers go on elsewhere")
 
     def resized(self, size: int, wanted: int, reason: str) -> None:
         """The elastic pool is to have another size."""
         self.event("pool_resized", size=size, wanted=wanted, reason=reason)
-        self._progress.say(f"{'more' if wanted > size else 'fewer'} engines, {size} -> {wanted}: {reason}")
+        self._say(f"{'more' if wanted > size else 'fewer'} engines, {size} -> {wanted}: {reason}")
 
     def left(self, engine: str, stats: EngineStats | None) -> None:
         """An engine goes; what it generated stays in the count."""
@@ -183,11 +197,11 @@ class Recorder:
     def restart(self, reason: str) -> None:
         """An actor died that the run cannot do without."""
         self.event("restart", reason=reason)
-        self._progress.say(f"{reason.splitlines()[0]}: the run starts again from its last checkpoint")
+        self._say(f"{reason.splitlines()[0]}: the run starts again from its last checkpoint")
 
     def drafter_lost(self, reason: str) -> None:
         self.event("drafter_lost", reason=reason)
-        self._progress.say("the drafter died; engines keep the last head, and the run goes on")
+        self._say("the drafter died; engines keep the last head, and the run goes on")
 
     def drafter(self, version: int) -> None:
         self.event("drafter_published", version=version)
@@ -202,7 +216,26 @@ class Recorder:
 
     def close(self) -> None:
         self.write_metrics()
+        if lost := self._trackers.close():
+            self.event("tracking_lost", records=lost)
         self._events.close()
+
+
+def _trained(done: Sequence[Accumulated]) -> Row:
+    """Of the samples that the step was made of."""
+    rewards = [reward for part in done for reward in part.rewards]
+    staleness = [age for part in done for age in part.staleness]
+    lengths = [length for part in done for length in part.lengths]
+    return {
+        "reward": sum(rewards) / len(rewards),
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        "length_mean": sum(lengths) / len(lengths),
+        "length_max": max(lengths),
+        "train_seconds": sum(part.seconds for part in done),
+        "first_work": min(part.started for part in done),
+        "first_wave_finished": max(part.first_wave_finished for part in done),
+    }
 
 
 def _drafting(stats: Sequence[EngineStats]) -> Row:

@@ -188,7 +188,7 @@ def _line(steps: int, row: Row) -> str:
 
 async def _score(run: Run, model: Path, buffer: Path) -> Scores | None:
     """Held-out answers as the run's own engines give them, from one of these in this process."""
-    reward = RewardActor(run.reward)
+    reward = RewardActor(run.reward, run.environment)
     store = BufferActor(run, buffer)  # a rollout actor has one; nothing of an evaluation enters it
     rollout = RolloutActor(run, model, "held-out", store, reward)
     try:

@@ -17,7 +17,7 @@ from asyncrl.rundir import RunDirectory, replace
 from asyncrl.simulation import profile as profiles
 from asyncrl.simulation.calibration import calibrate
 from asyncrl.simulation.loop import simulate
-from asyncrl.simulation.outcome import Outcome
+from asyncrl.simulation.outcome import Outcome, Rates
 from asyncrl.simulation.profile import Profile
 from asyncrl.simulation.sizing import Sizing, shortened, size, warm_up
 from pipelines.compose import CONFIGS, changed, compose, from_yaml
@@ -86,6 +86,16 @@ def prepare(options: Options) -> tuple[Run, Profile]:
     for text in costs:
         _override(raw, text)
     return shortened(settings, options.steps), profiles.convert(raw)
+
+
+def pace(settings: Run, *, profile: str | None, from_run: Path | None) -> Rates:
+    """How fast a run would be with the costs of a finished run, or else of a file."""
+    if from_run is not None:
+        directory = RunDirectory.open(from_run)
+        costs = calibrate(directory, from_yaml(directory.config))
+    else:
+        costs = profiles.convert(profiles.read(_profile(str(profile))))
+    return simulate(shortened(settings, None), costs, warm_up=warm_up(settings)).rates
 
 
 def _profile(name: str) -> Path:

@@ -3,26 +3,29 @@
 The same two functions serve the command line and Python: `train(run)` and `resume(directory)`.
 """
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 from actors import roster
 from actors.spawn import Spawner, cluster
 from asyncrl.config import Checkpoint, Run, WarmStart
-from asyncrl.errors import ActorError, AsyncRLError, ConfigError
+from asyncrl.errors import ActorError, AsyncRLError, ConfigError, MissingDependencyError
+from asyncrl.insight.environment import environment
 from asyncrl.placement import CPU, Offer
 from asyncrl.rundir import RunDirectory, owner_only, replace
 from asyncrl.stalls.prompts import Announced
 from asyncrl.tasks.base import make_task
+from asyncrl.tracking import settings as tracking
 from asyncrl.training import checkpoint
 from pipelines import placement, starting_head, summary
 from pipelines.async_grpo import AsyncGrpo
 from pipelines.compose import from_yaml, to_yaml
 from pipelines.fleet import place
+from pipelines.notebook import make_progress
 from pipelines.plan import preflight
 from pipelines.progress import Progress
 from pipelines.recorder import Recorder
+from pipelines.threads import run_loop
 from pipelines.watchdog import Watchdog
 
 
@@ -41,14 +44,17 @@ def resume(path: Path) -> int:
     if summary.kind(directory) == "replay":
         raise ConfigError(f"{path} was written by a replay and has nothing to resume; replay into another directory")
     run = from_yaml(directory.config)
+    for problem in tracking.problems(run.trackers, run.cluster):
+        raise MissingDependencyError(problem)
     directory.close_to_others()
     return _run(run, directory, resumed=True)
 
 
 def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
-    with owner_only(), Progress(run) as progress:
+    with owner_only(), make_progress(run) as progress:
         progress.say(f"run directory {directory.path}")
         attempt = _Attempt(run, directory, progress, resumed=resumed)
+        attempt.recorder.event("environment", found=environment())
         try:
             model_path = _model(run, directory, progress)
             run = starting_head.prepare(run, directory, model_path)
@@ -102,7 +108,7 @@ class _Attempt:
             run, offer, self._directory, self.recorder, watched, model_path, self._restore_from, resumed=self._resumed
         )
         try:
-            return asyncio.run(watchdog.guard(training))
+            return run_loop(watchdog.guard(training))
         except (ActorError, ExceptionGroup) as error:
             cause = _first_cause(error)
             if not isinstance(cause, ActorError) or self._number >= run.recovery.max_restarts:

@@ -118,7 +118,7 @@ class Scan:
 
     def _read_header(self, file: BinaryIO) -> bool:
         raw = file.read(HEADER_SIZE)
-        header = _unpack_header(raw)
+        header = unpack_header(raw)
         if header is None:
             self.fault = "the header is damaged"
             if self.size > HEADER_SIZE:  # it held frames, so this is no crash at its creation
@@ -171,7 +171,8 @@ class Scan:
         return CorruptSegmentError(f"{self.path} is damaged at offset {self.end}: {fault}")
 
 
-def _unpack_header(raw: bytes) -> Header | None:
+def unpack_header(raw: bytes) -> Header | None:
+    """None when it is damaged, or of another format."""
     if len(raw) < HEADER_SIZE or raw != _with_crc(raw[: HEADER.size]):
         return None
     magic, form, schema, run_id, first = HEADER.unpack(raw[: HEADER.size])

@@ -10,7 +10,7 @@ CLEARLY = 1.02
 
 def net_gain(arms: Iterable[SpeculationArm]) -> float | None:
     """Mean over all measured steps of their speed relative to plain decoding; null where plain was not measured."""
-    found = [(arm.steps, arm.tokens_per_second / plain) for plain, range_ in _ranges(arms) for arm in range_]
+    found = [(arm.steps, arm.tokens_per_second / plain) for plain, range_ in ranges(arms) for arm in range_]
     steps = sum(count for count, _ in found)
     return sum(count * ratio for count, ratio in found) / steps if steps else None
 
@@ -23,7 +23,7 @@ class Notice:
 
     def changes(self, arms: Iterable[SpeculationArm]) -> list[str]:
         said: list[str] = []
-        for plain, range_ in _ranges(arms):
+        for plain, range_ in ranges(arms):
             drafting = [arm for arm in range_ if arm.depth]
             if not drafting:
                 continue
@@ -39,7 +39,7 @@ class Notice:
         return said
 
 
-def _ranges(arms: Iterable[SpeculationArm]) -> list[tuple[float, list[SpeculationArm]]]:
+def ranges(arms: Iterable[SpeculationArm]) -> list[tuple[float, list[SpeculationArm]]]:
     """Plain decoding's speed and all arms of each range in which it is known."""
     by_first: dict[int, list[SpeculationArm]] = {}
     for arm in _merged(arms):

@@ -153,6 +153,9 @@ class _Trail:
             case "verdict":
                 self._links.append(f"sample {at.sample} of {name} is held until a new version is loaded and checked")
                 self._publication()
+            case "environment":
+                self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its environment")
+                self._actor("reward", pronoun="the reward actor")
             case "reward":
                 self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its reward")
                 self._reward()

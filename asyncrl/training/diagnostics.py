@@ -18,8 +18,11 @@ from torch import Tensor
 
 from asyncrl.algorithms.base import Samples
 from asyncrl.algorithms.corrections import LOG_RATIO_BOUND, Corrected
-from asyncrl.training.report import Share
+from asyncrl.training.report import OffPolicy, Share
+from asyncrl.types import Slot
 
+SHOWN_TOKENS = 4096
+"""Of the answer that is most off-policy."""
 PERCENTILES = (0.01, 0.5, 0.99)
 NOTHING = {
     "rho_mean": 1.0,
@@ -105,6 +108,15 @@ def shares(observed: Sequence[Observed]) -> tuple[Share, ...]:
         parts = [_of_precision(part, name) for part in observed]
         found.append(_share("precision", name, torch.cat(parts) if len(precisions) > 1 else log_rho_L))
     return tuple(found)
+
+
+def most_off_policy(log_rho_L: Tensor, samples: Samples, slots: Sequence[Slot]) -> OffPolicy:
+    """Of one packed batch."""
+    size_S = samples.mean(log_rho_L.abs())
+    worst = int(size_S.argmax())
+    ratios = log_rho_L[samples.sample_L == worst][:SHOWN_TOKENS].tolist()
+    slot = slots[worst]
+    return OffPolicy(group=slot.group, sample=slot.sample, size=float(size_S[worst]), log_ratio=tuple(ratios))
 
 
 def _of_precision(part: Observed, name: str) -> Tensor:

@@ -27,7 +27,7 @@ from asyncrl.training import memory
 from asyncrl.training.credit import Credit
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
-from asyncrl.training.diagnostics import Observed, figures, shares
+from asyncrl.training.diagnostics import Observed, figures, most_off_policy, shares
 from asyncrl.training.findings import Findings, of_all
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.graded import graded
@@ -35,7 +35,7 @@ from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.outgoing import Outgoing
 from asyncrl.training.packing import PackedBatch, share
 from asyncrl.training.ranks import Ranks
-from asyncrl.training.report import StepReport
+from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.training.sentinel import alarms
 from asyncrl.training.working import WorkingCopy
 from asyncrl.types import Group
@@ -108,6 +108,7 @@ class Learner:
         self._loss = 0.0
         self._sums: dict[str, float] = {}
         self._observed: list[Observed] = []
+        self._off_policy: OffPolicy | None = None
         self._held: list[Group] = []
         self._fault = ""
         self.optimizer.zero_grad(set_to_none=True)
@@ -187,6 +188,9 @@ class Learner:
     def _observe(self, batch: PackedBatch, corrected: Corrected, samples: Samples) -> None:
         precisions = [answer.precision for answer in batch.answers]
         self._observed.append(Observed.of(corrected, samples, precisions))
+        found = most_off_policy(corrected.log_rho_L, samples, [answer.slot for answer in batch.answers])
+        if self._off_policy is None or found.size > self._off_policy.size:
+            self._off_policy = found
         if isinstance(self._run.correction, Importance) and self._run.correction.batch_normalize:
             self._add({"weight": float(corrected.weight_L.sum()), "kept": float(corrected.kept_L.sum())})
 
@@ -265,6 +269,7 @@ class Learner:
             fault=self._fault,
             figures=found,
             shares=shares(self._observed),
+            off_policy=self._off_policy,
             alarms=alarms(found),
         )
 

@@ -16,6 +16,17 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_k3: float
 
 
+class OffPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of a step whose log-probabilities differ most between trainer and engine."""
+
+    group: int
+    sample: int
+    size: float
+    """Mean of the absolute values."""
+    log_ratio: tuple[float, ...]
+    """log pi - log mu of its sampled tokens, of the first some thousand."""
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one optimizer step did."""
 
@@ -31,5 +42,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why the step was skipped, and which samples did it."""
     figures: dict[str, float]
     shares: tuple[Share, ...] = ()
+    off_policy: OffPolicy | None = None
+    """For those who want to see an example."""
     alarms: tuple[str, ...] = ()
     """Figures beyond their documented levels, each with what to do about it."""

@@ -36,6 +36,9 @@ REQUIRED = {
     "eagle3": {"path": "head"},
     "checkpoint": {"path": "somewhere"},
     "jsonl": {"path": "somewhere"},
+    "parquet": {"path": "somewhere"},
+    "dataset": {"name": "somewhere"},
+    "python": {"function": "package.module:function"},
     "code": {"path": "somewhere"},
     "reasoning_gym": {"dataset": "chain_sum"},
     "custom": {"function": "package.module:function"},
@@ -192,7 +195,7 @@ def test_every_config_file_goes_into_the_wheel() -> None:
     shipped = {path for pattern in settings["pipelines"] for path in (repository / "pipelines").glob(pattern)}
     configs = repository / "pipelines" / "configs"
     assert configs.resolve() == (repository / "configs").resolve()
-    assert {path.relative_to(configs) for path in shipped if path.suffix == ".yaml"} == {
+    assert {path.relative_to(configs) for path in shipped if path.name != "py.typed"} == {
         path.relative_to(CONFIGS) for path in CONFIGS.rglob("*") if path.is_file()
     }
 

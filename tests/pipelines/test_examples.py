@@ -1,11 +1,79 @@
 """The examples run as their first lines say."""
 
+import ast
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.buffer.reader import read_run
+from asyncrl.types import GIVEN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN = {"quick_pipeline": 25, "own_reward": 40, "own_environment": 40, "own_stage": 40, "own_algorithm": 40}
+"""Lines that each may have; of the first those that are code."""
+
+
+def run_example(name: str, *arguments: str | Path, monkeypatch: pytest.MonkeyPatch, where: Path) -> dict[str, Any]:
+    """As `python examples/NAME.py ...` in an empty directory, in this process, which has imported torch already."""
+    monkeypatch.chdir(where)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    summary = json.loads((where / "runs" / "pipeline-1" / "summary.json").read_text())
+    assert summary["status"] == "ok"
+    return summary
+
+
+@pytest.mark.parametrize(("name", "lines"), OWN.items())
+def test_examples_are_short(name: str, lines: int) -> None:
+    source = (EXAMPLES / f"{name}.py").read_text()
+    if name == "quick_pipeline":
+        body = ast.parse(source).body[1:]  # without the words at the top
+        source = "\n".join(ast.unparse(node) for node in body)
+        assert sum(bool(line.strip()) for line in source.splitlines()) <= lines
+    assert len(source.splitlines()) <= 40
+
+
+def test_quick_pipeline(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = run_example("quick_pipeline", model, monkeypatch=monkeypatch, where=tmp_path)
+    assert (summary["steps"], summary["samples_trained"]) == (4, 64)
+
+
+def test_own_reward(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"question": f"a{i}b+1=", "solution": f"a{i}b+1{i + 1}"} for i in range(9)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = run_example("own_reward", model, "questions.jsonl", monkeypatch=monkeypatch, where=tmp_path)
+    assert summary["reward_first"] > 0, "most answers stop in time"
+
+
+def test_own_environment(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = run_example("own_environment", model, monkeypatch=monkeypatch, where=tmp_path)
+    trajectories = list(read_run(tmp_path / "runs" / "pipeline-1" / "trajectories"))
+    replies = [[s for s in t.segments[1:] if s.version == GIVEN] for t in trajectories]
+    assert max(map(len, replies)) >= 2, "several turns were taken"
+    assert all(t.segments[-1].version != GIVEN and len(t.tokens) <= 96 + 6 for t in trajectories)
+    assert summary["ledger"]["consumed"] == 48
+    calls = {round(-100 * t.reward) for t in trajectories if t.reward < 0}
+    assert calls <= {1, 2, 3, 4, 5, 6, 7}, "a call costs one hundredth"
+    assert calls
+
+
+def test_own_stage(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = run_example("own_stage", model, monkeypatch=monkeypatch, where=tmp_path)
+    trajectories = list(read_run(tmp_path / "runs" / "pipeline-1" / "trajectories"))
+    assert all(t.finish == "stop" for t in trajectories)
+    for trajectory in trajectories:
+        assert trajectory.reward % 1 == pytest.approx(0.1 / trajectory.sampled_tokens)
+    assert set(summary["ledger"]["dropped"]) <= {"stage:cut_off", "group_incomplete"}
+
+
+def test_own_algorithm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = run_example("own_algorithm", model, monkeypatch=monkeypatch, where=tmp_path)
+    assert summary["samples_trained"] == 48
 
 
 def test_own_run(tmp_path: Path, model: Path):

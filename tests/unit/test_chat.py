@@ -67,7 +67,7 @@ def test_a_prompt_is_encoded_as_the_run_says(tmp_path: Path) -> None:
     save_chat_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     prompt = Prompt(uid="", text="Hi", earlier=("2 + 2 =", "4"))
-    assert tokenizer.encode_prompt(prompt, Rollout()) == tokenizer.encode("Hi")
+    assert tokenizer.encode_prompt(Prompt(uid="", text="Hi"), Rollout()) == tokenizer.encode("Hi")
     assert tokenizer.decode(tokenizer.encode_prompt(prompt, Rollout(chat=True, system="S"))) == (
         "system\nS\nuser\n2 + 2 =\nassistant\n4\nuser\nHi\nassistant\n"  # special tokens are not text
     )

@@ -1,0 +1,129 @@
+"""Looks at this machine. Nothing here changes anything, beyond a small file that is written and removed again."""
+
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distributions, requires
+from pathlib import Path
+
+import asyncrl
+from asyncrl.devices import gpu_count, mps_runs
+from asyncrl.doctor import cuda, leftovers
+from asyncrl.doctor.facts import Disk, Facts
+from asyncrl.engines.vllm import versions
+from asyncrl.errors import SandboxError
+from asyncrl.sandbox.sandbox import Sandbox
+
+SHARED_MEMORY = Path("/dev/shm")
+HEAD_PORTS = (6379, 8265, 10001)
+"""Of `ray start --head`: its address, its dashboard, its client door."""
+REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*\])?(.*)")
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def gather(root: Path) -> Facts:
+    """`root` is where runs are written."""
+    devices = gpu_count()
+    return Facts(
+        python=sys.version_info[:3],
+        packages={_normal(found.name): found.version for found in distributions()},
+        requirements=dict(_requirements()),
+        vllm=versions.installed(),
+        gpu_devices=devices,
+        gpus=cuda.gpus() if devices else (),
+        cuda=cuda.ask() if devices else None,
+        mps=mps_runs(),
+        memory=_memory(),
+        shared_memory=_shared_memory(),
+        disk=_disk(root),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        loopback=_can_bind(0),
+        taken_ports=tuple(port for port in HEAD_PORTS if not _can_bind(port)),
+        bubblewrap=shutil.which("bwrap") is not None,
+        sandbox=_sandbox(),
+        py_spy=bool(shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))),
+        ptrace_scope=int(PTRACE_SCOPE.read_text()) if PTRACE_SCOPE.exists() else 0,
+        root=os.geteuid() == 0,
+        now=time.time(),
+        newest_file=max(path.stat().st_mtime for path in Path(asyncrl.__file__).parent.glob("*.py")),
+        leftovers=leftovers.find(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
+    )
+
+
+def _requirements() -> Iterator[tuple[str, str]]:
+    """Of the core, without extras: `ray<2.62,>=2.59` -> ray, <2.62,>=2.59."""
+    try:
+        listed = requires("asyncrl") or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        return
+    for text in listed:
+        if ";" not in text and (found := REQUIREMENT.match(text)):
+            yield _normal(found[1]), found[2]
+
+
+def _normal(name: str) -> str:
+    """As indexes spell it: google_crc32c and google-crc32c are one."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _memory() -> int:
+    """Bytes that can be had without swapping."""
+    info = Path("/proc/meminfo")
+    if not info.exists():  # macOS
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (line,) = [line for line in info.read_text().splitlines() if line.startswith("MemAvailable")]
+    return int(line.split()[1]) << 10
+
+
+def _shared_memory() -> tuple[int, int] | None:
+    if not SHARED_MEMORY.is_dir():
+        return None
+    found = shutil.disk_usage(SHARED_MEMORY)
+    return found.total, found.free
+
+
+def _disk(root: Path) -> Disk:
+    place = next(place for place in (root.resolve(), *root.resolve().parents) if place.is_dir())
+    disk = Disk(directory=str(place), free=shutil.disk_usage(place).free)
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".asyncrl-doctor-") as file:
+            file.write(b"doctor")
+            file.flush()
+            begun = time.monotonic()
+            taken = _fsync(file.fileno(), begun)
+            ahead = os.fstat(file.fileno()).st_mtime - time.time()
+    except OSError:
+        return Disk(directory=disk.directory, free=disk.free, writable=False)
+    return Disk(directory=disk.directory, free=disk.free, fsync_s=taken, ahead_s=ahead)
+
+
+def _fsync(descriptor: int, begun: float) -> float | None:
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        return None
+    return time.monotonic() - begun
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _sandbox() -> str:
+    try:
+        Sandbox()
+    except SandboxError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,130 @@
+"""`asyncrl query RUN SQL`: ask a run's tables, while it goes on or after."""
+
+import csv
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.errors import ConfigError
+from asyncrl.insight.queries import READY
+from asyncrl.insight.tables import TABLES, open_run
+from asyncrl.refusals import did_you_mean
+
+SHOWN = 1000
+"""Rows that a table on the terminal holds; csv and json have all."""
+FETCHED = 10_000
+PIPED = 240
+"""Columns of a table that goes into a pipe or a file."""
+CELL = 60
+"""Characters of a list or text in a table's cell."""
+Row = tuple[Any, ...]
+
+
+def query(run: Path, sql: str | None, format: str = "table") -> None:
+    """Print the answer as `table`, `csv` or `json`; without SQL, what can be asked. `sql` may name a ready query."""
+    connection = open_run(run)
+    try:
+        if sql is None:
+            _show_tables(connection, _console())
+            return
+        names, rows = _answer(connection, _ready(sql))
+        match format:
+            case "csv":
+                _write_csv(names, rows)
+            case "json":
+                _write_json(names, rows)
+            case _:
+                _show(names, rows, _console())
+    except BrokenPipeError:  # whoever reads it has enough; without this the interpreter's end would try once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        connection.close()
+
+
+def _console() -> Console:
+    """As wide as the answer where nobody looks at it directly."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED)
+
+
+def _ready(sql: str) -> str:
+    if not re.fullmatch(r"\s*\w+\s*", sql):
+        return sql
+    name = sql.strip()
+    if name in TABLES:
+        return f"FROM {name}"
+    if name not in READY:
+        raise ConfigError(f"{name!r} is no ready query and no table; {did_you_mean(name, [*READY, *TABLES])}")
+    return READY[name].sql
+
+
+def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[list[str], Iterator[Row]]:
+    try:
+        cursor = connection.execute(sql)
+        names = [column[0] for column in cursor.description or ()]
+        first = cursor.fetchmany(FETCHED)
+    except duckdb.Error as error:
+        raise ConfigError(f"{_sentence(error)}; tables: {', '.join(TABLES)}; `asyncrl query RUN` shows them") from None
+
+    def rows() -> Iterator[Row]:
+        fetched = first
+        while fetched:
+            yield from fetched
+            fetched = cursor.fetchmany(FETCHED)
+
+    return names, rows()
+
+
+def _sentence(error: duckdb.Error) -> str:
+    """What DuckDB says, without its picture of the place."""
+    said = re.split(r"\n\s*LINE \d+:", str(error), maxsplit=1)[0]
+    return " ".join(said.split()).rstrip("!.;")
+
+
+def _show_tables(connection: duckdb.DuckDBPyConnection, console: Console) -> None:
+    for name, says in TABLES.items():
+        console.print(f"{name}: {says}")
+        columns = connection.execute(f"DESCRIBE {name}").fetchall()  # a name of our own
+        console.print("  " + ", ".join(f"{column} {kind}" for column, kind, *_ in columns) + "\n")
+    console.print("tokens(group_id, sample): position, token, version, logprob of one trajectory\n")
+    console.print("ready queries, to be given by name:")
+    for name, ready in READY.items():
+        console.print(f"  {name:<22} {ready.says}")
+
+
+def _show(names: list[str], rows: Iterator[Row], console: Console) -> None:
+    table = Table(*names)
+    for number, row in enumerate(rows):
+        if number == SHOWN:
+            table.caption = f"the first {SHOWN} rows; --format csv or json has all"
+            break
+        table.add_row(*(_cell(value) for value in row))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.10g}" if isinstance(value, float) else str(value)
+    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[: CELL + 1])
+    return text if len(text) <= CELL else f"{text[: CELL - 3]}..."
+
+
+def _write_csv(names: list[str], rows: Iterator[Row]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(rows)
+
+
+def _write_json(names: list[str], rows: Iterator[Row]) -> None:
+    """One object a line, so that a million of them can be read as they come."""
+    encode = msgspec.json.Encoder(enc_hook=str).encode
+    for row in rows:
+        print(encode(dict(zip(names, row, strict=True))).decode())
