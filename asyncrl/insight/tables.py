@@ -82,8 +82,8 @@ CREATE VIEW groups AS
 CREATE VIEW trajectories AS
     SELECT t.sequence, group_id, t.sample, t.prompt, t.engine, t.precision, t.finish, t.reward, t.started, t.finished,
         t.finished - t.started AS seconds,
-        len(t.versions) - len(list_filter(t.versions, lambda v: v >= 0)) AS prompt_tokens,
-        len(list_filter(t.versions, lambda v: v >= 0)) AS answer_tokens,
+        len(list_filter(t.versions, lambda v: v < 0)) AS prompt_tokens,
+        len(t.versions) - len(list_filter(t.versions, lambda v: v < 0)) AS answer_tokens,
         nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS oldest_version,
         nullif(list_max(t.versions), -1) AS newest_version,
         g.fate, g.step,
