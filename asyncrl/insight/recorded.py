@@ -75,8 +75,8 @@ def read(path: Path) -> Recorded:
 
 
 def _answers(connection: duckdb.DuckDBPyConnection) -> Mapping[str, Column]:
-    columns = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM trajectories ORDER BY finished")  # noqa: S608
-    return cast(Mapping[str, Column], columns.fetchnumpy())
+    found = connection.view("trajectories").project(", ".join(COLUMNS)).order("finished")
+    return cast(Mapping[str, Column], found.fetchnumpy())
 
 
 def _status(directory: RunDirectory, summary: Mapping[str, Any], events: Sequence[Row]) -> str:

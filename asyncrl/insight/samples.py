@@ -86,11 +86,9 @@ def _choose(run: Recorded) -> list[tuple[str, str, list[int]]]:
 def _read(run: Recorded, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any, Any, str]]:
     """Tokens, log-probabilities, versions and prompt id."""
     groups = ", ".join({f"({group}, {sample})" for group, sample in wanted})
-    rows = run.connection.execute(
-        f"SELECT group_id, sample, tokens, logprobs, versions, prompt FROM trajectories "  # noqa: S608
-        f"WHERE (group_id, sample) IN ({groups})"
-    ).fetchall()
-    return {(row[0], row[1]): (row[2], row[3], row[4], row[5]) for row in rows}
+    columns = "group_id, sample, tokens, logprobs, versions, prompt"
+    found = run.connection.view("trajectories").filter(f"(group_id, sample) IN ({groups})").project(columns)
+    return {(row[0], row[1]): (row[2], row[3], row[4], row[5]) for row in found.fetchall()}
 
 
 def _gaps(run: Recorded) -> dict[tuple[int, int], list[float]]:

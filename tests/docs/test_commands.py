@@ -57,7 +57,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(8)]
     (place / "prompts.jsonl").write_text("".join(prompts))
     tests = [{"stdin": "1 2", "stdout": "3"}]
-    (place / "problems.jsonl").write_text((json.dumps({"prompt": "Print the sum.", "tests": tests}) + "\n") * 40)
+    problems = [json.dumps({"prompt": f"Print the sum, case {n}.", "tests": tests}) + "\n" for n in range(60)]
+    (place / "problems.jsonl").write_text("".join(problems))
     tiny_chat_model(place / "model")
     make_model(WarmStart(steps=200), ChainsTask(), 0, place / "small")
     run = ("experiment=quickstart", "model=checkpoint", f"model.path={place / 'small'}", "name=mine", *SHORT)

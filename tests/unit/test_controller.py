@@ -136,7 +136,8 @@ def test_it_comes_to_rest_where_ess_falls_with_staleness(
 ) -> None:
     """The plant: ESS = exp(-decay * age), where a changed bound is felt after as many steps as it is wide.
 
-    One rung of this plant is narrower than the band, so a rung inside exists, or the ladder ends before it.
+    One rung of this plant is narrower than the band, so a rung inside exists, or the ladder ends before it. Where noise
+    reaches over the edge of the band, the neighbour of that rung serves as well.
     """
     controller = StalenessController(EssBand(window=window), max_staleness)
     ages = [looseness(controller.decision)] * (max_staleness + 1)
@@ -145,7 +146,7 @@ def test_it_comes_to_rest_where_ess_falls_with_staleness(
         felt = ages[-1 - min(ages[-1], max_staleness)]
         ages.append(looseness(controller.observe({"ess": exp(-decay * felt) + noise[step]})))
         rungs.append(ages[-1])
-    assert len(set(rungs[200:])) == 1, rungs[200:]
+    assert max(rungs[200:]) - min(rungs[200:]) <= 1, rungs[200:]
     final, last = exp(-decay * rungs[-1]), max_staleness + min(4, max_staleness) - 1
     assert 0.896 <= final <= 0.974 or (rungs[-1] == last and final > 0.97)
 
