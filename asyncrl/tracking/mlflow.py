@@ -13,13 +13,11 @@ DESCRIPTION = "mlflow.note.content"
 
 
 def open(session: Session) -> Tracker:
-    require("mlflow", extra="mlflow")
-    from mlflow.tracking import MlflowClient
-
+    tracking = require("mlflow.tracking", extra="mlflow")
     # Files are read by every version; newer ones want to be told that they are wanted.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     local = session.directory.resolve().parent / "mlruns"
-    client: Any = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or local.as_uri())
+    client: Any = tracking.MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or local.as_uri())
     return Mlflow(client, session.identity("mlflow", lambda: _create(client, session)))
 
 
@@ -52,10 +50,9 @@ class Mlflow:
         self._log("evaluation", step, scores)
 
     def _log(self, kind: str, step: int, figures: Figures) -> None:
-        from mlflow.entities import Metric
-
+        entities = require("mlflow.entities", extra="mlflow")
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in named(kind, figures).items()]
+        metrics = [entities.Metric(name, value, now, step) for name, value in named(kind, figures).items()]
         self._client.log_batch(self._id, metrics)
 
     def note(self, step: int, text: str) -> None:
