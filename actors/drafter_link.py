@@ -28,7 +28,11 @@ class DrafterLink:
     def follow(self, manifest: WeightManifest) -> None:
         """Tell the drafter of new weights of the policy, unless it is still busy with earlier ones."""
         if self._following is None or self._following.done():
-            self._following = asyncio.create_task(self._drafter.follow(manifest))
+            self._following = asyncio.create_task(self._follow(manifest))
+
+    async def _follow(self, manifest: WeightManifest) -> None:
+        with suppress(ActorError):  # `serve` hears of a dead drafter too, and says so
+            await self._drafter.follow(manifest)
 
     async def serve(self, published: Callable[[int], None], lost: Callable[[str], None]) -> None:
         """Bring better heads to the engines, as they come, until cancelled or until the drafter dies: answers are the

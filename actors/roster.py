@@ -11,7 +11,6 @@ from actors.fleet import Fleet
 from actors.trainer_gang import ranks_of
 from asyncrl.rundir import replace
 
-NAME = "actors.json"
 ANSWER_S = 10.0
 
 

@@ -34,6 +34,7 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.metrics = path / "metrics.parquet"
         self.events = path / "events.jsonl"
+        self.actors = path / "actors.json"
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"

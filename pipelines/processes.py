@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors import roster
+from asyncrl.rundir import RunDirectory
 
 MARK = "ASYNCRL_CHAOS"
 """Environment variable of the driver and so of every process that comes from it; its value is the run directory."""
@@ -25,7 +25,7 @@ class Processes:
 
     def of(self, role: str) -> int | None:
         """The living process of a role: as the driver wrote it down, or, made anew since, by its title."""
-        path = self._directory / roster.NAME
+        path = RunDirectory(self._directory).actors
         known: dict[str, int] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
         titles = dict(self._living())
         if known.get(role) in titles:

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 
 from actors.fleet import Fleet
 from actors.publisher import Published
-from actors.roster import NAME as ROLES
 from actors.trainer import Accumulated
 from asyncrl.config import Run
 from asyncrl.data.tables import read_table
@@ -132,7 +131,7 @@ class Recorder:
 
     def _memory(self) -> dict[str, int] | None:
         """Of the processes that the actors had when they were placed; nothing of those on other machines."""
-        roles = self._directory.path / ROLES
+        roles = self._directory.actors
         if self._run.cluster not in HERE or not roles.exists():
             return None
         return resident_bytes(msgspec.json.decode(roles.read_bytes()))

@@ -157,7 +157,7 @@ async def _train(
     first_step = restore_from[0] if restore_from else 0
     async with placement.in_time(run, offer):
         fleet = await place(run, offer, directory, spawner, model_path, restore_step=first_step if resumed else None)
-    await roster.write(fleet, directory.path / roster.NAME)
+    await roster.write(fleet, directory.actors)
     recorder.event("fleet_started", first_step=first_step)
     try:
         if restore_from:

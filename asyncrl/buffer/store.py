@@ -291,8 +291,7 @@ class TrajectoryBuffer:
         return self._book.admission(now)
 
     def _ticket(self, group: int) -> Ticket:
-        lease = self._book.waiting[group]
-        missing = self._book.missing(group)
+        lease, missing = self._book.waiting[group], self._book.missing(group)
         return Ticket(group=group, samples=missing, version=lease.version, deadline=lease.deadline)
 
     def _require_live(self, call: str) -> None:

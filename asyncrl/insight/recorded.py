@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.insight.driver import driver_of
 from asyncrl.insight.tables import open_run
 from asyncrl.rundir import RunDirectory, read_events
 from asyncrl.stalls.report import TEXT as STALL
@@ -84,16 +85,8 @@ def _status(directory: RunDirectory, summary: Mapping[str, Any], events: Sequenc
     last = max((event["time"] for event in events), default=0.0)
     if summary and directory.summary.stat().st_mtime >= last:
         return str(summary.get("status", "ok"))
-    return "running" if _is_held(directory.trajectories / "lock") or not events else "killed"
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a buffer works in the directory: it holds the lock, and the kernel takes it from the dead. Read from the
-    kernel's list, because asking by taking it would refuse a buffer that starts just then."""
-    try:
-        return f":{lock.stat().st_ino} " in Path("/proc/locks").read_text()
-    except OSError:
-        return False
+    placed = directory.actors.exists()
+    return "running" if not events or (placed and driver_of(directory.actors)[1]) else "killed"
 
 
 def _trouble(directory: RunDirectory, status: str, summary: Mapping[str, Any]) -> str:

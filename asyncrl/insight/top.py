@@ -1,6 +1,5 @@
 """A run at one moment, as its directory shows it: what `asyncrl top` draws. Files are read on from where it stopped."""
 
-import os
 import time
 from collections import deque
 from pathlib import Path
@@ -12,9 +11,9 @@ from asyncrl.buffer import payloads
 from asyncrl.data.arrow import Row, read_row
 from asyncrl.data.tables import read_table
 from asyncrl.errors import CorruptSegmentError
+from asyncrl.insight.driver import driver_of
 from asyncrl.insight.logs import Tail
 from asyncrl.rundir import RunDirectory
-from asyncrl.stalls import processes
 
 State = Literal["starting", "running", "ended", "dead"]
 STEPS = 10
@@ -30,8 +29,6 @@ START_S = 900.0
 EVENTS = 8
 QUIET = ("wait_batch", "train", "wait_sync", "update", "publish", "checkpoint", "environment", "off_policy")
 """What happens in every step is no news."""
-CLOCK_S = 2.0
-"""Between the clock of processes and that of files."""
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -177,13 +174,13 @@ class Watch:
             error = f": {found['error'].splitlines()[0]}" if found.get("error") else ""
             return "ended", f"ended, {found.get('status', 'ok')}{error}"
         quiet = max(0.0, time.time() - (self._last_event or self._directory.config.stat().st_mtime))
-        roster = self._directory.path / "actors.json"
+        roster = self._directory.actors
         if not roster.exists():
             if self._rows or quiet > START_S:
                 return "dead", "dead: it left no word of its end, nor of its processes"
             return "starting", f"starting: no actor is placed yet (last event {quiet:.0f} s ago)"
-        driver = int(msgspec.json.decode(roster.read_bytes())["driver"])
-        if _is_alive(driver, roster.stat().st_mtime):
+        driver, alive = driver_of(roster)
+        if alive:
             return "running", f"running (process {driver}, last event {quiet:.0f} s ago)"
         return "dead", f"dead: its driver, process {driver}, is not on this machine; continue it with `asyncrl resume`"
 
@@ -203,16 +200,3 @@ def _rates(recent: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "tokens_per_second": (generated[1] - generated[0]) / seconds,
         "waits": {name: min(1.0, total(f"{name}_seconds") / seconds) for name in ("wait", "train", "sync")},
     }
-
-
-def _is_alive(pid: int, noted: float) -> bool:
-    """Whether it is the process that was noted then, and no later one that got its number."""
-    if processes.state(pid) == "ended":
-        return False
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    except OSError:  # no Linux
-        return True
-    begun = int(boot.split()[1]) + int(stat[19]) / os.sysconf("SC_CLK_TCK")
-    return begun <= noted + CLOCK_S

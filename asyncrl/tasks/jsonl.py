@@ -1,5 +1,6 @@
 """Prompts from a JSON-lines file."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from asyncrl.tasks.settings import CodeTask, JsonlTask
 from asyncrl.types import Prompt
 
 
-class Lines(Rows):
+class Lines(Rows, ABC):
     """The lines of a file, each a JSON object."""
 
     EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
@@ -20,8 +21,8 @@ class Lines(Rows):
     def __init__(self, settings: JsonlTask | CodeTask, seed: int) -> None:
         super().__init__(self._read(Path(settings.path)), settings.held_out, seed, settings.path)
 
-    def _decode(self, line: bytes, uid: str) -> Prompt:
-        raise NotImplementedError
+    @abstractmethod
+    def _decode(self, line: bytes, uid: str) -> Prompt: ...
 
     def _read(self, path: Path) -> list[Prompt]:
         try:

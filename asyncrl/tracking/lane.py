@@ -58,7 +58,7 @@ class Lane:
         try:
             if tracker is not None:
                 tracker.close()
-        except Exception as error:
+        except Exception as error:  # the same at its end
             self._warn(f"could not be closed, {type(error).__name__}: {error}")
 
     def _warn(self, text: str) -> None:

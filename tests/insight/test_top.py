@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -32,11 +33,16 @@ def shown(run: Path) -> str:
     return console.file.getvalue()
 
 
-def driver(run: Path) -> "subprocess.Popen[bytes]":
+@contextmanager
+def driver(run: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that is noted as the run's."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     (run / "actors.json").write_text(json.dumps({"driver": process.pid}))
-    return process
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_before_anything_happened(tmp_path: Path) -> None:
@@ -75,16 +81,12 @@ def test_what_is_written_later_is_read_then(tmp_path: Path) -> None:
 
 def test_a_driver_that_is_killed(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
-    process = driver(run)
-    try:
+    with driver(run) as process:
         watch = Watch(run)
         assert watch.look().state == "running"
         process.send_signal(signal.SIGKILL)
         process.wait()
         found = watch.look()
-    finally:
-        process.kill()
-        process.wait()
     assert found.state == "dead"
     assert "asyncrl resume" in found.says
 
@@ -97,30 +99,22 @@ def test_the_summary_of_an_earlier_attempt(tmp_path: Path) -> None:
     assert (found.state, found.says) == ("ended", "ended, failed: no space")
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "fleet_started", "time": time.time() + 1, "first_step": 1}) + "\n")
-    process = driver(run)
-    try:
+    with driver(run):
         assert watch.look().state == "running"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_another_process_with_the_drivers_number(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
-    process = driver(run)
-    try:
+    with driver(run):
         os.utime(run / "actors.json", (1e9, 1e9))  # noted long before this process began
         assert Watch(run).look().state == "dead"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_q_ends_it(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
-    process = driver(run)
     ours, theirs = pty.openpty()
-    with subprocess.Popen([helpers.COMMAND, "top", str(run)], stdin=theirs, stdout=theirs, stderr=theirs) as top:
+    words = [helpers.COMMAND, "top", str(run)]
+    with driver(run), subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs) as top:
         os.close(theirs)
         try:
             said = b""
@@ -132,9 +126,7 @@ def test_q_ends_it(tmp_path: Path) -> None:
                     pass
             assert top.wait(timeout=30) == 0
         finally:
-            for each in (top, process):
-                each.kill()
-            process.wait()
+            top.kill()
             os.close(ours)
 
 

@@ -223,3 +223,21 @@ def test_consumed_ids_become_ranges_and_a_repeat_is_refused():
     assert checkpoint.ranges([3, 1, 2, 7]) == ((1, 3), (7, 7))
     with pytest.raises(ValueError, match="group 2 was consumed twice"):
         checkpoint.ranges([1, 2, 2])
+
+
+def test_each_step_tells_of_its_own_answer_that_is_furthest_off_policy(model_path: Path):
+    learner = _learner(model_path)
+    for number in (0, 1):
+        groups = make_groups(3, seed=number)
+        (batch,) = pack(_blocks(groups), token_budget=100_000)
+        with torch.no_grad():
+            gap_L = (learner.token_logprobs(batch) - batch.behaviour_logp_L).abs()
+        tokens = {t.slot: t.sampled_tokens for group in groups for t in group.trajectories}
+        slots = [answer.slot for answer in batch.answers]
+        sizes = [float(part.mean()) for part in gap_L.split([tokens[slot] for slot in slots])]
+        learner.accumulate(groups)
+        found = learner.step().off_policy
+        assert found is not None
+        worst = int(np.argmax(sizes))
+        assert (found.group, found.sample) == (slots[worst].group, slots[worst].sample)
+        assert found.size == pytest.approx(sizes[worst], rel=1e-4)
