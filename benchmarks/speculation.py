@@ -120,6 +120,13 @@ def _accepted(before: EngineStats, after: EngineStats) -> list[int]:
     return [new - old for new, old in zip(after.accepted_by_position, earlier, strict=True)]
 
 
+def _arms(stats: EngineStats, batch: int) -> str:
+    """What the bandit has measured in the range of this batch size."""
+    first = max((arm.batch for arm in stats.speculation if arm.batch <= batch), default=1)
+    here = [arm for arm in stats.speculation if arm.batch == first]
+    return "bandit: " + ", ".join(f"depth {a.depth} {a.tokens_per_second:,.0f} in {a.steps} steps" for a in here)
+
+
 async def session(engine: Any, tokenizer: Tokenizer, arguments: argparse.Namespace, depths: list[int]) -> list[Figures]:
     """All batch sizes in one engine; `depths` are those of a drafter, if there is one."""
     found: list[Figures] = []
@@ -139,6 +146,7 @@ async def session(engine: Any, tokenizer: Tokenizer, arguments: argparse.Namespa
             await engine.force_depth(None)
             await asyncio.sleep(arguments.learn)
             found.append(await measure(engine, arguments.seconds, batch, "bandit"))
+            print(f"{batch:5}  {_arms(engine.stats(), batch)}", file=sys.stderr, flush=True)
         await readers.close()
     await engine.close()
     return found

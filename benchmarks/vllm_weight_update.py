@@ -130,16 +130,24 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--on-update", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--memory", type=float, default=0.4)
+    parser.add_argument("--cache-gib", type=float, default=0.0, help="of keys and values, instead of --memory")
+    parser.add_argument("--at", type=Path, help="where to make the model: at the same place vLLM starts faster again")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
+        path = arguments.at or Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
         on_gpu = torch.cuda.is_available()
         dtype = torch.bfloat16 if on_gpu else torch.float32
         make_checkpoint(arguments.shape, path, dtype)
         model, _ = load_model(path, dtype)
         model = model.to("cuda" if on_gpu else "cpu")
         writer = make_writer(lambda: hf_tensors(model), "cuda_ipc" if on_gpu else "shared_memory", prefix="bench")
-        settings = VllmEngine(max_batch=max(64, arguments.requests), max_length=8192, memory=arguments.memory)
+        settings = VllmEngine(
+            max_batch=max(64, arguments.requests),
+            max_length=8192,
+            memory=arguments.memory,
+            gpu_cache_gib=arguments.cache_gib,
+        )
         engine = build_vllm(path, settings, NoDrafter(), name="bench", precision="bf16" if on_gpu else "fp32")
         asyncio.run(measure(engine, writer, arguments))
 

@@ -19,7 +19,7 @@ from asyncrl.types import Request
 
 BACKEND = "asyncrl"
 """Name under which worker.py registers our weight transfer."""
-WORKER = "asyncrl.engines.vllm.drafting_worker.DraftingWorker"
+WORKERS = "asyncrl.engines.vllm.gpu_worker."
 DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 SEEDS = 2**63
 """vLLM takes seeds of 63 bits."""
@@ -57,7 +57,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),
         scheduler_cls="asyncrl.engines.vllm.scheduler.adaptive_scheduler" if is_adaptive(drafter) else None,
-        worker_cls=WORKER if is_adaptive(drafter) and has_gpu() else "auto",
+        worker_cls=f"{WORKERS}{'DraftingWorker' if is_adaptive(drafter) else 'GpuWorker'}" if has_gpu() else "auto",
         worker_extension_cls="asyncrl.engines.vllm.worker.WeightReader",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         disable_log_stats=False,  # our own logger counts steps and accepted drafts
@@ -74,11 +74,7 @@ def speculative_config(drafter: DrafterSettings, max_batch: int) -> dict[str, An
         case NoDrafter():
             return None
         case NgramDrafter():
-            method = {
-                "method": "ngram",
-                "prompt_lookup_min": drafter.min_match,
-                "prompt_lookup_max": drafter.max_match,
-            }
+            method = {"method": "ngram", "prompt_lookup_min": drafter.min_match, "prompt_lookup_max": drafter.max_match}
         case EagleDrafter(path=path):
             method = {"method": "eagle", "model": path}
         case Eagle3Drafter(path=path):
@@ -96,14 +92,13 @@ def speculative_config(drafter: DrafterSettings, max_batch: int) -> dict[str, An
 def sampling_params(request: Request, settings: VllmEngine) -> SamplingParams:
     """`max_tokens` counts from the first sampled token; what was sampled before a resumption is part of it."""
     sampling = request.sampling
-    room = settings.max_length - len(request.tokens)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         # A resumed answer must not draw the same numbers again.
         seed=(request.seed + request.resumed) % SEEDS if settings.reproducible else None,
-        max_tokens=min(sampling.max_tokens - request.resumed, room),
+        max_tokens=min(sampling.max_tokens - request.resumed, settings.max_length - len(request.tokens)),
         stop_token_ids=list(sampling.stop),
         ignore_eos=True,
         logprobs=0,  # of the sampled token alone
