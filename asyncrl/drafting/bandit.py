@@ -1,8 +1,9 @@
 """Which strategy to draft with, by the number of running answers: epsilon-greedy on tokens per second, per range.
 
-**Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the median of the
-steps' seconds. Tokens are bounded (1 to depth + 1), so their mean is safe, and at small batches, where they are few,
-the median would be wrong; seconds are not, and one slow step must not matter.
+**Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the steps'
+seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must not matter,
+so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of two kinds, with
+and without new prompts, while a step with drafts takes as many prompts as several plain ones.
 
 **Exploration.** An arm without figures is tried first. Later, `epsilon` of the time is shared equally by the arms not
 in use, in short runs, since a single odd step would only measure the switch; the first steps after a switch are not
@@ -14,7 +15,7 @@ counted. The share of an arm falls with the sixth power of its rate relative to 
 
 import math
 from random import Random
-from statistics import median
+from statistics import mean
 
 import msgspec
 
@@ -45,7 +46,7 @@ class Arm(msgspec.Struct):
     seconds: list[float] = []
     """Of the last counted steps."""
     pace: float = 0.0
-    """Their median."""
+    """Their mean, without the extremes."""
     tokens: float = 0.0
     answers: float = 0.0
     """Tokens of answers' steps, both fading."""
@@ -113,7 +114,7 @@ class Bandit:
         keep = math.exp(-batch / max(ACCEPTANCE_ANSWERS, window * batch))
         arm.tokens, arm.answers = arm.tokens * keep + tokens, arm.answers * keep + batch
         arm.seconds = [*arm.seconds, seconds][-window:]
-        arm.pace = median(arm.seconds)
+        arm.pace = _middle(arm.seconds)
         arm.steps += 1
         here.batch = batch if here.batch == 0 else here.batch + (batch - here.batch) / window
         leader = max(range(len(here.arms)), key=lambda index: here.arms[index].rate)
@@ -157,6 +158,12 @@ class Bandit:
                 if draw < 0:
                     return index
         return None
+
+
+def _middle(values: list[float]) -> float:
+    """The mean without a tenth at each end, one value at least."""
+    cut = max(1, len(values) // 10) if len(values) > 2 else 0
+    return mean(sorted(values)[cut : len(values) - cut])
 
 
 def _run(batch: int) -> int:

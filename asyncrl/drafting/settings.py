@@ -32,7 +32,7 @@ class Strategy(Settings, frozen=True, kw_only=True):
 class Adaptive(Settings, frozen=True, kw_only=True):
     """A bandit chooses the strategy by the number of running answers, and plain decoding where drafting does not pay.
 
-    Strategies are tried in each range of batch sizes; the one with the highest median of tokens per second is used.
+    Strategies are tried in each range of batch sizes; the one with the most tokens per second is used.
     """
 
     on: bool = True
@@ -44,7 +44,7 @@ class Adaptive(Settings, frozen=True, kw_only=True):
     epsilon: Fraction = 0.02
     """Share of the time in which other strategies are tried; less for those that lost clearly."""
     window: Positive = 32
-    """Steps whose median stands for a strategy."""
+    """Steps that stand for a strategy."""
 
     def __post_init__(self) -> None:
         if self.ranges[:1] != (1,) or list(self.ranges) != sorted(set(self.ranges)):

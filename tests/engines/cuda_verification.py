@@ -101,11 +101,11 @@ def verify(place: Place) -> None:
     )
     accepted: list[list[int]] = []
 
-    def run(kernels: Kernels, drafts: Drafts) -> None:
-        token_X = torch.zeros(rows * width, dtype=torch.int32, device=place.device)
-        logprob_X, accepted_N = torch.zeros(rows * width, device=place.device), place.integers([9] * rows)
+    def run(kernels: Kernels, drafts: Drafts, logits_N_W_V: Tensor = logits_N_W_V) -> None:
+        grid = drafts.token_N_W.shape
+        token_X = torch.zeros(grid.numel(), dtype=torch.int32, device=place.device)
+        logprob_X, accepted_N = torch.zeros(grid.numel(), device=place.device), place.integers([9] * grid[0])
         kernels.verify(logits_N_W_V.flatten(0, 1), drafts, token_X, logprob_X, accepted_N)
-        grid = rows, width
         Verified(logits_N_W_V, drafts, token_X.view(grid), logprob_X.view(grid), accepted_N).right()
         accepted.append(accepted_N.tolist())
 
@@ -114,6 +114,10 @@ def verify(place: Place) -> None:
     assert accepted[0] == accepted[1]
     assert {0, 3} < set(accepted[0]), "nothing, all, and something in between"
     assert accepted[2] == accepted[3]
+    lukewarm = slice(6, 7)  # one row, and others of other temperatures behind it in memory
+    parts = {"token_N_W", "count_N", "temperature_N", "plain_N_W", "accept_N_W", "residual_N_W"}
+    alone = drafts._replace(**{name: getattr(drafts, name)[lukewarm] for name in parts})
+    both(lambda kernels: run(kernels, alone, logits_N_W_V[lukewarm]))
 
 
 def verify_leaves_the_targets_distribution(place: Place) -> None:

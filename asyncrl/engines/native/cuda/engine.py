@@ -73,6 +73,7 @@ class CudaEngine(RowEngine):
         self._device = device or torch.device("cuda")
         self._kernels = kernels or _kernels(self._device)
         self._depths = chain_depths(self._drafter)
+        self._widest = 1 + max(self._depths, default=0)
         self._updating = asyncio.Lock()
         self._flight: Flight | None = None
         self._settings_on_device: tuple[RowSettings, RowSettings | None] | None = None
@@ -131,7 +132,7 @@ class CudaEngine(RowEngine):
         drafter, drafting = self._drafter, None
         self._held, self._timeline = dict(hf_tensors(model)), timeline
         tile = self._tile = max(16, _TILE_QUERIES * config.kv_heads // config.heads)
-        tiles, width = max(1, settings.prefill_chunk // tile), 1 + max(self._depths, default=0)
+        tiles, width = max(1, settings.prefill_chunk // tile), self._widest
         sizes = Sizes(settings.max_batch, width, pages_of(settings.max_length), tiles, tile)
         graphs = GraphPool(timeline, int(settings.graph_memory_gib * 2**30))
         with timeline.work():
@@ -244,9 +245,9 @@ class CudaEngine(RowEngine):
         self._record(sampled, 0, ended, float(logprob_R.sum()))
 
     def _measure(self, flight: Flight, strategy: Strategy, batch: int, tokens: int) -> None:
-        """Steps that were mostly prompts say nothing about decoding."""
+        """Steps that were mostly prompts say nothing about decoding; how many are too many is the same for all depths."""
         seconds, shape = self._clock.lap(), flight.shape
-        if batch and shape.tiles * self._tile <= shape.rows * shape.width:
+        if batch and shape.tiles * self._tile <= shape.rows * self._widest:
             self._chooser.record(batch, strategy, tokens, seconds)
 
     def _restricted(self) -> RowSettings | None:

@@ -159,7 +159,7 @@ def _pick_residual(
 
 def verify(logits_X_V: Tensor, drafts: Drafts, token_X: Tensor, logprob_X: Tensor, accepted_N: Tensor) -> None:
     (rows, width), size = drafts.token_N_W.shape, logits_X_V.shape[1]
-    temperature_X = drafts.temperature_N[:, None].expand(rows, width).reshape(-1)
+    temperature_X = drafts.temperature_N[:, None].expand(rows, width).contiguous()  # of one row, too
     sample(logits_X_V, temperature_X, drafts.plain_N_W.view(-1), token_X, logprob_X)
     found = drafts.proposals
     given = logits_X_V, drafts.token_N_W, drafts.ahead_W_B, drafts.count_N, drafts.temperature_N
