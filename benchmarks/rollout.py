@@ -188,6 +188,14 @@ def make(name: str, model: Path, arguments: argparse.Namespace) -> Engine:
     return build_vllm(model, settings, NoDrafter(), name=name, precision="bf16")
 
 
+def _random(config: ModelConfig) -> Decoder:
+    model = Decoder(config, torch.bfloat16).to_empty(device="cuda").requires_grad_(False)
+    model.frequencies_D = signed_frequencies(config.rope, config.head_dim)
+    for name, tensor in hf_tensors(model):
+        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, config.initializer_range)
+    return model
+
+
 @contextmanager
 def made_up(shape: str) -> Generator[Path]:
     """A directory with random weights of this shape, in memory where there is room."""
@@ -203,11 +211,7 @@ def made_up(shape: str) -> Generator[Path]:
         "initializer_range": 0.02,
     }
     config = ModelConfig.from_hf(raw | msgspec.structs.asdict(SHAPES[shape]))
-    model = Decoder(config, torch.bfloat16).to_empty(device="cuda").requires_grad_(False)
-    model.frequencies_D = signed_frequencies(config.rope, config.head_dim)
-    for name, tensor in hf_tensors(model):
-        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, config.initializer_range)
-    del name, tensor
+    model = _random(config)
     size = 2 * sum(tensor.numel() for _, tensor in hf_tensors(model))
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(dir=memory if memory.is_dir() and shutil.disk_usage(memory).free > 1.2 * size else None)
