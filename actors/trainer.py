@@ -13,6 +13,7 @@ from actors.drafter import DrafterActor
 from actors.outbox import notice
 from asyncrl.config import Run
 from asyncrl.data.arrow import decode
+from asyncrl.devices import give_way
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.spot import BusyFlag
@@ -65,6 +66,7 @@ class TrainerActor:
         seat: Seat | None = None,
     ) -> None:
         """With a `seat` it is one of several ranks, and waits for the others."""
+        give_way()
         torch.set_num_threads(run.trainer.threads)
         self._run = run
         self._model_path = model_path

@@ -118,6 +118,8 @@ class Checkpoints(Settings, frozen=True):
 
     every: Natural = 20
     """Steps between two checkpoints; 0 keeps only the last step's."""
+    last: bool = True
+    """One after the last step as well. Off, for measurements: those of a big model take longer than many steps."""
     keep: Positive = 2
 
 

@@ -40,6 +40,12 @@ def mps_runs() -> bool:
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
+def give_way() -> None:
+    """Under MPS let the kernels of other processes go first; to be called before this one touches CUDA. Decoding is a
+    row of small kernels, and each would wait behind a large one of training."""
+    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # below normal
+
+
 def has_avx512() -> bool:
     info = Path("/proc/cpuinfo")
     return info.exists() and "avx512f" in info.read_text()

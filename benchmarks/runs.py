@@ -7,10 +7,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pyarrow.parquet as pq
+
 from asyncrl.buffer.reader import read_run
 
 HERE = (sys.executable, "-c", "import sys; from pipelines.cli import main; sys.exit(main())")
 """The command of this interpreter, installed or only on its path."""
+WARM_STEPS = 4
+"""Left out of rates in runs that are long enough: kernels are compiled, and generation gets ahead once."""
+
+
+class Steady(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's loop without its first steps; seconds are those of a step."""
+
+    samples_per_second: float
+    tokens_per_second: float
+    trainer_wait: float
+    step_seconds: float
+    train_seconds: float
+    sync_seconds: float
 
 
 def run(
@@ -39,3 +55,22 @@ def answers(directory: Path) -> tuple[list[int], float]:
         lengths.append(trajectory.sampled_tokens)
         rewards.setdefault(trajectory.slot.group, set()).add(trajectory.reward)
     return lengths, sum(len(found) > 1 for found in rewards.values()) / len(rewards)
+
+
+def steady(directory: Path) -> Steady:
+    columns = ["samples", "loop_seconds", "wait_seconds", "train_seconds", "sync_seconds", "generated_tokens"]
+    rows = pq.read_table(directory / "metrics.parquet", columns=columns).to_pylist()
+    warm = min(WARM_STEPS, len(rows) // 2)
+    first, last, counted = rows[warm - 1], rows[-1], rows[warm:]
+    seconds = last["loop_seconds"] - first["loop_seconds"]
+    waited, trained, synced = (
+        sum(row[name] for row in counted) for name in ("wait_seconds", "train_seconds", "sync_seconds")
+    )
+    return Steady(
+        samples_per_second=sum(row["samples"] for row in counted) / seconds,
+        tokens_per_second=(last["generated_tokens"] - first["generated_tokens"]) / seconds,
+        trainer_wait=waited / seconds,
+        step_seconds=seconds / len(counted),
+        train_seconds=trained / len(counted),
+        sync_seconds=synced / len(counted),
+    )

@@ -175,8 +175,8 @@ class AsyncGrpo:
             await self._publishing
 
     async def _after_step(self, steps_done: int) -> None:
-        every = self._run.checkpoint.every
-        if steps_done == self._run.steps or (every and steps_done % every == 0):
+        every, ends = self._run.checkpoint.every, steps_done == self._run.steps
+        if (self._run.checkpoint.last and ends) or (every and steps_done % every == 0):
             await self._published()
             self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
             begun = time.time()

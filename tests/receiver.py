@@ -17,6 +17,7 @@ from asyncrl.errors import ActorError, WeightSyncError
 from asyncrl.types import WeightAck, WeightManifest
 from asyncrl.weights.nccl import addressed_to
 from asyncrl.weights.transport import digest_published, published
+from asyncrl.weights.word_sum import word_sums
 
 READY = b"ready\n"
 
@@ -106,8 +107,15 @@ def _die_in_mid_broadcast() -> None:
     CupyLink.broadcast = broadcast_and_die
 
 
+def _warm_up() -> None:
+    """What the first version on a GPU would wait for: CUDA, cupy and the digest's kernel."""
+    if torch.cuda.is_available():
+        word_sums(torch.zeros(64, dtype=torch.uint8, device="cuda"), [(0, 64)])
+
+
 def main(name: str, *options: str) -> None:
     held = Held(name)
+    _warm_up()
     if "dies" in options:
         _die_in_mid_broadcast()
     sys.stdout.buffer.write(READY)

@@ -23,7 +23,8 @@ class Samples:
 
     @property
     def lengths(self) -> Tensor:
-        return torch.bincount(self.sample_L, minlength=self.count)
+        ones_L = torch.ones_like(self.sample_L)
+        return ones_L.new_zeros(self.count).index_add(0, self.sample_L, ones_L)  # `bincount` waits for a GPU
 
     def mean(self, value_L: Tensor) -> Tensor:
         return self.sum(value_L) / self.lengths.clamp(min=1)
@@ -64,12 +65,12 @@ class Loss:
     """One loss per token; weights, aggregation and penalties are not its business."""
 
     loss_L: Tensor
-    sums: dict[str, float] = field(default_factory=dict[str, float])
-    """Counts for the metrics, added up over the step."""
+    sums: dict[str, float | Tensor] = field(default_factory=dict[str, "float | Tensor"])
+    """Counts for the metrics, added up over the step; numbers on a GPU may stay there."""
 
 
 def clipped_loss(ratio_L: Tensor, advantage_L: Tensor, low: float, high: float) -> Loss:
     """- min(r A, clip(r, 1 - low, 1 + high) A), the part that PPO and its descendants share."""
     plain_L = ratio_L * advantage_L
     clipped_L = ratio_L.clamp(1 - low, 1 + high) * advantage_L
-    return Loss(-plain_L.minimum(clipped_L), {"clipped": float((clipped_L < plain_L).sum())})
+    return Loss(-plain_L.minimum(clipped_L), {"clipped": (clipped_L < plain_L).sum()})

@@ -16,5 +16,5 @@ def advantages(settings: Cispo, rewards: Sequence[Rewards]) -> list[Rewards]:
 
 def loss(settings: Cispo, tokens: Tokens) -> Loss:
     ratio_L = tokens.ratio.detach()
-    clipped = float((ratio_L > settings.cap).sum())
+    clipped = (ratio_L > settings.cap).sum()
     return Loss(-ratio_L.clamp(max=settings.cap) * tokens.advantage_L * tokens.logp_L, {"clipped": clipped})

@@ -1,6 +1,7 @@
 """A small trained model, and its drafting head, in the shape of a big one, computing the same function.
 
     python -m asyncrl.models.expand SMALL BIG --shape qwen3-8b [--head SMALLHEAD --head-out BIGHEAD] [--dtype bf16]
+    python -m asyncrl.models.expand SMALL BIG --shape qwen3-1.7b --same-vocabulary      (to be trained)
 
 So a benchmark has a big model's cost and a real model's answers. Everything is a copy: axes name, for each new place,
 the old one it copies and a factor. With powers of two between the sizes all factors are exact, also in bf16.
@@ -21,7 +22,7 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,7 +272,7 @@ def _heads(old_H: Tensor, dim_D: Tensor, old_dim: int, factor_D: Tensor) -> Axis
     return Axis((old_H[:, None] * old_dim + dim_D).flatten(), factor_D.repeat(len(old_H)))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("small", type=Path)
     parser.add_argument("big", type=Path)
@@ -279,9 +280,13 @@ def main() -> None:
     parser.add_argument("--head", type=Path)
     parser.add_argument("--head-out", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    args = parser.parse_args()
+    parser.add_argument("--same-vocabulary", action="store_true", help="the small one's; for models to be trained")
+    args = parser.parse_args(words)
     model, config = load_model(args.small, DTYPES[args.dtype])
-    big = save_expanded(model, SHAPES[args.shape], args.big)
+    shape = SHAPES[args.shape]
+    if args.same_vocabulary:
+        shape = msgspec.structs.replace(shape, vocab_size=config.vocabulary)
+    big = save_expanded(model, shape, args.big)
     for file in args.small.glob("*token*"):
         shutil.copy(file, args.big)
     if args.head is not None:

@@ -20,7 +20,8 @@ class NormScale(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> "NormScale":
         size = weight.shape[-1]
-        return cls(weight.float() * size**0.5, torch.tensor((size * eps) ** 0.5, device=weight.device))
+        # Filled in where it is: copying a number to a GPU would wait for it, three times in every layer.
+        return cls(weight.float() * size**0.5, torch.full((), (size * eps) ** 0.5, device=weight.device))
 
     def unscaled(self) -> "NormScale":
         return NormScale(None, self.floor)

@@ -12,6 +12,7 @@ What a step measures is kept as it comes and worked up once at its end: percenti
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,13 +111,27 @@ def shares(observed: Sequence[Observed]) -> tuple[Share, ...]:
     return tuple(found)
 
 
-def most_off_policy(log_rho_L: Tensor, samples: Samples, slots: Sequence[Slot]) -> OffPolicy:
+class Ratios(NamedTuple):
     """Of one packed batch."""
-    size_S = samples.mean(log_rho_L.abs())
+
+    log_rho_L: Tensor
+    samples: Samples
+    slots: Sequence[Slot]
+
+
+def most_off_policy(batches: Sequence[Ratios]) -> OffPolicy | None:
+    """Of a step; only its end has the time to wait for a GPU."""
+    if not batches:
+        return None
+    size_S = torch.cat([batch.samples.mean(batch.log_rho_L.abs()) for batch in batches])
     worst = int(size_S.argmax())
-    ratios = log_rho_L[samples.sample_L == worst][:SHOWN_TOKENS].tolist()
-    slot = slots[worst]
-    return OffPolicy(group=slot.group, sample=slot.sample, size=float(size_S[worst]), log_ratio=tuple(ratios))
+    size = float(size_S[worst])
+    for log_rho_L, samples, slots in batches:
+        if worst < len(slots):
+            ratios = log_rho_L[samples.sample_L == worst][:SHOWN_TOKENS].tolist()
+            return OffPolicy(group=slots[worst].group, sample=slots[worst].sample, size=size, log_ratio=tuple(ratios))
+        worst -= len(slots)
+    raise AssertionError("every sample has a slot")
 
 
 def _of_precision(part: Observed, name: str) -> Tensor:

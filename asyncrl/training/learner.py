@@ -27,7 +27,7 @@ from asyncrl.training import memory
 from asyncrl.training.credit import Credit
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
-from asyncrl.training.diagnostics import Observed, figures, most_off_policy, shares
+from asyncrl.training.diagnostics import Observed, Ratios, figures, most_off_policy, shares
 from asyncrl.training.findings import Findings, of_all
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.graded import graded
@@ -35,7 +35,7 @@ from asyncrl.training.hidden import HiddenTap
 from asyncrl.training.outgoing import Outgoing
 from asyncrl.training.packing import PackedBatch, share
 from asyncrl.training.ranks import Ranks
-from asyncrl.training.report import OffPolicy, StepReport
+from asyncrl.training.report import StepReport
 from asyncrl.training.sentinel import alarms
 from asyncrl.training.working import WorkingCopy
 from asyncrl.types import Group
@@ -106,9 +106,12 @@ class Learner:
     def _reset(self) -> None:
         self._samples = self._tokens = 0
         self._loss = 0.0
+        self._counted: dict[str, float | Tensor] = {}
+        """On the device: who reads them waits for it."""
         self._sums: dict[str, float] = {}
+        """The same at the end of the step."""
         self._observed: list[Observed] = []
-        self._off_policy: OffPolicy | None = None
+        self._ratios: list[Ratios] = []
         self._held: list[Group] = []
         self._fault = ""
         self.optimizer.zero_grad(set_to_none=True)
@@ -146,10 +149,10 @@ class Learner:
                 reference_L = self._reference(batch).logp_L
             penalty_L = penalties.kl(self._algorithm.kl.estimator, output.logp_L, reference_L)
             loss_L = loss_L + self._algorithm.kl.coefficient * penalty_L
-            self._add({"reference_kl": float(penalty_L.detach().sum())})
+            self._add({"reference_kl": penalty_L.detach().sum()})
         if output.entropy_L is not None:
             loss_L = loss_L - self._algorithm.entropy * output.entropy_L
-            self._add({"entropy": float(output.entropy_L.detach().sum())})
+            self._add({"entropy": output.entropy_L.detach().sum()})
         self._add(loss.sums)
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
@@ -188,20 +191,19 @@ class Learner:
     def _observe(self, batch: PackedBatch, corrected: Corrected, samples: Samples) -> None:
         precisions = [answer.precision for answer in batch.answers]
         self._observed.append(Observed.of(corrected, samples, precisions))
-        found = most_off_policy(corrected.log_rho_L, samples, [answer.slot for answer in batch.answers])
-        if self._off_policy is None or found.size > self._off_policy.size:
-            self._off_policy = found
+        self._ratios.append(Ratios(corrected.log_rho_L, samples, [answer.slot for answer in batch.answers]))
         if isinstance(self._run.correction, Importance) and self._run.correction.batch_normalize:
-            self._add({"weight": float(corrected.weight_L.sum()), "kept": float(corrected.kept_L.sum())})
+            self._add({"weight": corrected.weight_L.sum(), "kept": corrected.kept_L.sum()})
 
-    def _add(self, sums: dict[str, float]) -> None:
+    def _add(self, sums: dict[str, float | Tensor]) -> None:
         for name, value in sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._counted[name] = self._counted.get(name, 0.0) + value
 
     def step(self) -> StepReport:
         """One optimizer update from everything accumulated since the last."""
         if self._held:
             self._learn(self._held)
+        self._sums = {name: float(value) for name, value in self._counted.items()}
         self._share_findings()
         norm = self._gradient()
         if not self._fault and not np.isfinite(norm):
@@ -269,7 +271,7 @@ class Learner:
             fault=self._fault,
             figures=found,
             shares=shares(self._observed),
-            off_policy=self._off_policy,
+            off_policy=most_off_policy(self._ratios),
             alarms=alarms(found),
         )
 

@@ -16,19 +16,28 @@ from actors.trainer import TrainerActor
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights import file
+from asyncrl.weights.manifest import CUDA_IPC
 from asyncrl.weights.transport import Transport, Writer, make_writer, to_file
 from tests.receiver import ProcessEngine
 
-DEADLINE, GRACE = 2.0, 0.5
+GRACE = 0.5
+DEADLINES: dict[Transport, float] = {"shared_memory": 2.0, "file": 2.0, "cuda_ipc": 10.0}
+ON_GPU = pytest.param(
+    "cuda_ipc",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+)
+Spoil = Callable[[Writer, WeightManifest, int], None]
+"""Called with what was published, and how often that happened."""
 
 
 class Trainer:
     """What a publisher asks of a trainer, without the training."""
 
-    def __init__(self, transport: Transport, folder: Path, spoil: Callable[[WeightManifest, int], None]) -> None:
-        self.weights = torch.zeros(4096)
+    def __init__(self, transport: Transport, folder: Path, spoil: Spoil) -> None:
+        device = "cuda" if transport == "cuda_ipc" else "cpu"
+        self.weights, bias = torch.zeros(4096, device=device), torch.ones(3, device=device)
         self._writer: Writer = make_writer(
-            lambda: [("w", self.weights), ("bias", torch.ones(3))], transport, prefix="t", folder=folder, delta=True
+            lambda: [("w", self.weights), ("bias", bias)], transport, prefix="t", folder=folder, delta=True
         )
         self.version = 0
         self.orders: list[SendOrder] = []
@@ -39,7 +48,7 @@ class Trainer:
         manifest = self._writer.publish(self.version, order)
         self.orders.append(order)
         self.manifests.append(manifest)
-        self._spoil(manifest, len(self.orders))
+        self._spoil(self._writer, manifest, len(self.orders))
         return manifest
 
     def move(self) -> None:
@@ -50,7 +59,7 @@ class Trainer:
         self._writer.close()
 
 
-def _nothing(_: WeightManifest, __: int) -> None: ...
+def _nothing(_: Writer, __: WeightManifest, ___: int) -> None: ...
 
 
 class Scene:
@@ -65,13 +74,18 @@ async def scene(
     *,
     engines: int = 2,
     required: int | None = None,
-    spoil: Callable[[WeightManifest, int], None] = _nothing,
+    spoil: Spoil = _nothing,
 ) -> AsyncGenerator[Scene, None]:
     trainer = Trainer(transport, folder, spoil)
     processes = [ProcessEngine(f"e{number}") for number in range(engines)]
     named = {process.name: cast(Any, process) for process in processes}
     publisher = Publisher(
-        cast(TrainerActor, trainer), named, deadline_s=DEADLINE, export_s=30.0, grace_s=GRACE, required=required
+        cast(TrainerActor, trainer),
+        named,
+        deadline_s=DEADLINES[transport],
+        export_s=30.0,
+        grace_s=GRACE,
+        required=required,
     )
     try:
         await asyncio.gather(*(process.start() for process in processes))
@@ -85,19 +99,34 @@ async def scene(
         trainer.close()
 
 
-def _flip(manifest: WeightManifest) -> None:
+def _flip(writer: Writer, manifest: WeightManifest) -> None:
     location = (manifest.delta or manifest).location
+    if location.startswith(CUDA_IPC):
+        _flip_on_gpu(writer, location)
+        return
     path = Path(location.removeprefix(file.SCHEME))
     content = bytearray(path.read_bytes())
     content[-3 if location.startswith(file.SCHEME) else 100] ^= 16
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "file"])
+def _flip_on_gpu(writer: Writer, location: str) -> None:
+    from asyncrl.weights.cuda_ipc import CudaIpcWriter, cupy
+
+    assert isinstance(writer, CudaIpcWriter)
+    for memory in writer._buffers.values():
+        if location == CUDA_IPC + cupy.cuda.runtime.ipcGetMemHandle(memory.data.ptr).hex():
+            memory[100] ^= 16
+            cupy.cuda.Device().synchronize()
+            return
+    raise AssertionError(f"nothing is published at {location}")
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "file", ON_GPU])
 def test_a_flipped_bit_is_sent_again(transport: Transport, tmp_path: Path) -> None:
-    def once(manifest: WeightManifest, exports: int) -> None:
+    def once(writer: Writer, manifest: WeightManifest, exports: int) -> None:
         if exports == 2:
-            _flip(manifest)
+            _flip(writer, manifest)
 
     async def scenario() -> None:
         async with scene(transport, tmp_path / "w", spoil=once) as at:
@@ -114,13 +143,14 @@ def test_a_flipped_bit_is_sent_again(transport: Transport, tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_bits_that_flip_every_time_stop_it_with_the_reason(tmp_path: Path) -> None:
-    def always(manifest: WeightManifest, exports: int) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", ON_GPU])
+def test_bits_that_flip_every_time_stop_it_with_the_reason(transport: Transport, tmp_path: Path) -> None:
+    def always(writer: Writer, manifest: WeightManifest, exports: int) -> None:
         if exports in (2, 3):
-            _flip(manifest)
+            _flip(writer, manifest)
 
     async def scenario() -> None:
-        async with scene("shared_memory", tmp_path, spoil=always) as at:
+        async with scene(transport, tmp_path, spoil=always) as at:
             with pytest.raises(WeightSyncError, match="version 2 does not count, version 1 does: engine e") as caught:
                 await at.publisher.publish()
             assert "version 1 is kept" in str(caught.value)
@@ -129,9 +159,10 @@ def test_bits_that_flip_every_time_stop_it_with_the_reason(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_an_engine_killed_in_mid_sync_stops_it_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", ON_GPU])
+def test_an_engine_killed_in_mid_sync_stops_it_with_the_reason(transport: Transport, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with scene("shared_memory", tmp_path) as at:
+        async with scene(transport, tmp_path) as at:
             at.engines[1].signal(signal.SIGSTOP)  # so that it cannot be done before it is killed
             publishing = asyncio.create_task(at.publisher.publish())
             await asyncio.sleep(0.3)
@@ -160,19 +191,24 @@ def test_an_engine_killed_in_mid_sync_is_left_behind_where_that_is_allowed(tmp_p
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", ON_GPU])
 @pytest.mark.parametrize("required", [2, 1], ids=["all are required", "one is enough"])
-def test_an_engine_that_hangs_is_not_waited_for_beyond_its_deadline(required: int, tmp_path: Path) -> None:
+def test_an_engine_that_hangs_is_not_waited_for_beyond_its_deadline(
+    required: int, transport: Transport, tmp_path: Path
+) -> None:
+    deadline = DEADLINES[transport]
+
     async def scenario() -> None:
-        async with scene("shared_memory", tmp_path, required=required) as at:
+        async with scene(transport, tmp_path, required=required) as at:
             at.engines[0].signal(signal.SIGSTOP)
             began = time.monotonic()
             if required == 1:
                 assert (await at.publisher.publish()).version == 2
                 assert list(at.publisher.living) == ["e1"]
             else:
-                with pytest.raises(WeightSyncError, match="no answer from e0 within 2 s; e0 hung"):
+                with pytest.raises(WeightSyncError, match=f"no answer from e0 within {deadline:g} s; e0 hung"):
                     await at.publisher.publish()
-            assert DEADLINE <= time.monotonic() - began < 2 * (DEADLINE + GRACE) + 20
+            assert deadline <= time.monotonic() - began < 2 * (deadline + GRACE) + 20
 
     asyncio.run(scenario())
 

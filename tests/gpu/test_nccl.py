@@ -19,7 +19,8 @@ from asyncrl.weights.word_sum import _by_torch, word_sums
 from tests.receiver import ProcessEngine
 
 SHARED_CARD = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-DEADLINE = 10.0
+DEADLINE = 15.0
+"""Ranks of one card form a communicator one after the other."""
 
 
 def _hindrance() -> str:

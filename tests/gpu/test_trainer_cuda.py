@@ -1,5 +1,7 @@
 """The trainer on a GPU: its own kernels against the plain path, and the memory that was predicted."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +141,25 @@ def test_the_peak_is_within_a_tenth_of_the_prediction(model_path: Path, recomput
     seen = max((int(b.tokens_T.numel()), sum(map(len, b.rows))) for b in pack(blocks, settings.token_budget))
     predicted = training_memory(run, learner.model_config, Batch(seen[0], seen[1] / seen[0]), recompute=recompute)
     assert predicted.peak == pytest.approx(report.figures["trainer_peak_memory_bytes"] - before, rel=0.1)
+
+
+def test_the_host_runs_ahead_of_the_card(model_path: Path) -> None:
+    """A wait in every layer, or for every figure, would leave the card idle as often."""
+    learner = Learner(model_path, _run(Trainer(dtype="bf16", device="cuda")))
+    groups = make_groups(8, vocabulary=32_000, longest=200)
+    learner.accumulate(groups)  # what is made once
+    (batch,) = pack((block(group, [1.0] * 4) for group in groups), 100_000)
+    batch = batch.to(CUDA)
+    assert _waits(lambda: learner.token_logprobs(batch)) <= 3
+    assert _waits(lambda: learner.accumulate(groups)) <= 20
+
+
+def _waits(work: Callable[[], object]) -> int:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return len(found)

@@ -4,12 +4,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from trl import GRPOConfig
 
 from asyncrl.tasks.base import make_task
 from benchmarks import longtail
 from benchmarks.peers import trl_grpo
+from benchmarks.runs import steady
 from pipelines.compose import compose
 
 
@@ -17,13 +20,16 @@ from pipelines.compose import compose
 @pytest.mark.parametrize("groups", [1, 8, 64])
 def test_each_mode_adds_one_thing_to_the_one_before(mode: str, groups: int) -> None:
     drafter = ["drafter=ngram"]
-    options = longtail.parse(["--groups", str(groups), "--steps", "3"])
-    run = compose(["experiment=quickstart", *longtail.common(options), *longtail.settings(mode, groups, drafter)])
+    options = longtail.parse(["--groups", str(groups), "--steps", "3", "--staleness", "4"])
+    own = longtail.settings(mode, options, drafter)
+    run = compose(["experiment=quickstart", *longtail.common(options), *own])
     assert run.flow.groups_per_step == groups
     assert run.task == longtail.TASK
     assert (run.flow.groups_per_take == groups) == (mode == "sync" or groups == 1)
-    assert run.max_staleness == (0 if mode in ("sync", "stream") else 2)
-    assert (run.drafter.__struct_config__.tag == "ngram") == (mode == "speculation")
+    assert run.max_staleness == (0 if mode in ("sync", "stream") else 4)
+    assert (run.drafter.__struct_config__.tag == "ngram") == (mode in ("speculation", "fp8"))
+    assert run.rollout.precision == ("fp8_full" if mode == "fp8" else "fp32")
+    assert not run.checkpoint.last
 
 
 def test_the_workload_is_long_tailed() -> None:
@@ -41,8 +47,8 @@ def test_speculation_alone_needs_a_head(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_modes_run_and_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = "--modes sync speculation --drafter ngram --steps 2 --groups 4 --warm-start 20"
-    small = "cluster=inprocess evaluation.prompts=4 model=checkpoint"
+    words = "--modes sync speculation fp8 --drafter ngram --steps 2 --groups 4 --warm-start 20"
+    small = "cluster=inprocess evaluation.prompts=4 rollout.fp8.keep_first=1 rollout.fp8.keep_last=1"  # FP8 is refused
     options = longtail.parse(
         [*words.split(), "--root", str(tmp_path), "--out", str(tmp_path / "out.json"), *small.split()]
     )
@@ -52,7 +58,59 @@ def test_modes_run_and_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture
     assert found[1].to_sync == pytest.approx(found[1].samples_per_second / found[0].samples_per_second)
     assert found[0].staleness_max == 0
     assert [row["mode"] for row in json.loads((tmp_path / "out.json").read_text())] == ["sync", "speculation"]
-    assert "samples/s  1.00x" in capfd.readouterr().out
+    assert not list((tmp_path / "sync" / "checkpoints").glob("step-*"))
+    shown = capfd.readouterr()
+    assert "samples/s  1.00x" in shown.out
+    assert "fp8          left out: the run was refused, see above" in shown.out
+    assert "so that nothing is quantized" in shown.err
+
+
+def test_bars_say_what_is_held() -> None:
+    sync = _figures("sync", 100.0)
+    good, slow = _figures("partial", 170.0), _figures("speculation", 240.0, trainer_wait=0.2, held_out=0.45)
+    assert longtail.bars([sync, good, slow]) == [
+        "held     long-tailed: the longest answer is 10.0 times the median, wanted 8",
+        "held     partial: 1.70x sync, wanted 1.6x",
+        "held     partial: trainer waits 5%, at most 10 %",
+        "held     partial: held-out +0.0 points, at most 3 behind sync",
+        "NOT held speculation: 2.40x sync, wanted 2.5x",
+        "NOT held speculation: trainer waits 20%, at most 10 %",
+        "NOT held speculation: held-out -5.0 points, at most 3 behind sync",
+    ]
+
+
+def _figures(mode: str, rate: float, *, trainer_wait: float = 0.05, held_out: float = 0.5) -> longtail.Figures:
+    return longtail.Figures(
+        mode=mode,
+        samples=640,
+        samples_per_second=rate,
+        to_sync=rate / 100,
+        tokens_per_second=1.0,
+        trainer_wait=trainer_wait,
+        step_seconds=1.0,
+        train_seconds=0.5,
+        sync_seconds=0.1,
+        held_out=held_out,
+        held_out_first=0.4,
+        staleness_max=2,
+        accepted=None,
+        learned=0.5,
+        median_length=11,
+        longest=110,
+        peak_memory_bytes=None,
+    )
+
+
+def test_rates_leave_the_first_steps_out(tmp_path: Path) -> None:
+    same = {"samples": 10, "train_seconds": 0.5, "sync_seconds": 0.1}
+    rows = [
+        {**same, "loop_seconds": seconds, "wait_seconds": waited, "generated_tokens": tokens}
+        for seconds, waited, tokens in ((50.0, 40.0, 9), (51.0, 0.0, 100), (53.0, 1.0, 200), (55.0, 0.0, 400))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "metrics.parquet")
+    found = steady(tmp_path)
+    assert (found.samples_per_second, found.tokens_per_second) == (20 / 4, 300 / 4)
+    assert (found.trainer_wait, found.step_seconds, found.train_seconds) == (0.25, 2.0, 0.5)
 
 
 def test_both_sides_train_on_as_many_samples_of_the_same_limits() -> None:
@@ -73,6 +131,8 @@ def test_both_sides_train_on_as_many_samples_of_the_same_limits() -> None:
     assert theirs["vllm_gpu_memory_utilization"] == run.engine.memory  # type: ignore[union-attr]
     assert theirs["vllm_max_model_length"] == run.engine.max_length  # type: ignore[union-attr]
     assert run.trainer.dtype == "bf16"
+    native = compose(["experiment=smollm2", *trl_grpo.our_overrides(setting, model, steps=3, engine="native")])
+    assert native.engine.device == "cuda"  # type: ignore[union-attr]
 
 
 def test_chats_are_shown_to_the_peer_turn_by_turn() -> None:

@@ -9,10 +9,11 @@ import torch
 from asyncrl.drafting.checkpoint import load_head, save_head
 from asyncrl.drafting.heads import Head, HeadConfig
 from asyncrl.errors import CheckpointError
-from asyncrl.models.checkpoint import load_model, random_model
+from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder, Taps
 from asyncrl.models.expand import Shape, expand, expand_head, save_expanded
+from asyncrl.models.expand import main as expand_cli
 from asyncrl.models.packed import packed_attention
 from asyncrl.models.rope import computed_rotation
 from tests.tiny_model import FAMILIES, tiny_checkpoint
@@ -123,6 +124,24 @@ def test_sizes_that_are_no_multiples_are_refused(tmp_path: Path) -> None:
         expand(model, Shape(**_sizes() | {"num_attention_heads": 6, "num_key_value_heads": 2}))
     with pytest.raises(CheckpointError, match="intermediate_size=60 must not be below 64"):
         expand(model, Shape(**_sizes() | {"intermediate_size": 60}))
+
+
+def test_what_is_to_be_trained_keeps_its_vocabulary(tmp_path: Path) -> None:
+    """Further tokens hang on a channel that the first updates change, and then are the likeliest."""
+    save_model(small(tmp_path / "source"), tmp_path / "small")
+    (tmp_path / "small" / "tokenizer.json").write_text("{}")
+    paths = str(tmp_path / "small"), str(tmp_path / "big")
+    expand_cli([*paths, "--shape", "tiny", "--same-vocabulary", "--dtype", "fp32"])
+    assert (tmp_path / "big" / "tokenizer.json").exists()
+    for model, stays in ((load_model(tmp_path / "big")[0], True), (expand(small(tmp_path / "again"), SHAPE), False)):
+        model.requires_grad_(True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        for _ in range(2):
+            found = model.logits(model(TOKENS_T, POSITIONS_T, packed_attention(LENGTHS))).log_softmax(-1)
+            found.gather(1, TOKENS_T[:, None]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (logits(model).abs().max() < 1000) == stays
 
 
 def test_the_quickstarts_shape_fits_the_big_ones() -> None:
