@@ -1,9 +1,9 @@
 """Which strategy to draft with, by the number of running answers: epsilon-greedy on tokens per second, per range.
 
-**Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the steps'
-seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must not matter,
-so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of two kinds, with
-and without new prompts, while a step with drafts takes as many prompts as several plain ones.
+**Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the
+steps' seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must not
+matter, so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of two
+kinds, with and without new prompts, while a step with drafts takes as many prompts as several plain ones.
 
 **Exploration.** An arm without figures is tried first. Later, `epsilon` of the time is shared equally by the arms not
 in use, in short runs, since a single odd step would only measure the switch; the first steps after a switch are not

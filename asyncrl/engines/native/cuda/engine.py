@@ -245,7 +245,7 @@ class CudaEngine(RowEngine):
         self._record(sampled, 0, ended, float(logprob_R.sum()))
 
     def _measure(self, flight: Flight, strategy: Strategy, batch: int, tokens: int) -> None:
-        """Steps that were mostly prompts say nothing about decoding; how many are too many is the same for all depths."""
+        """Steps that were mostly prompts say nothing about decoding; what is mostly is the same for all depths."""
         seconds, shape = self._clock.lap(), flight.shape
         if batch and shape.tiles * self._tile <= shape.rows * self._widest:
             self._chooser.record(batch, strategy, tokens, seconds)
