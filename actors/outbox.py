@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, cast
-
-import msgspec
+from typing import Any
 
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from asyncrl.data.arrow import encode
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
+from asyncrl.rewards.score import Score, rewarded
 from asyncrl.stages.base import Sample
 from asyncrl.types import Slot, Trajectory
 
@@ -68,7 +67,7 @@ class Outbox:
             if isinstance(result, RewardFailure):
                 await self._buffer.fail(trajectory.slot, result.reason, trajectory.sampled_tokens)
             else:
-                payloads.append(encode(msgspec.structs.replace(trajectory, reward=result)))
+                payloads.append(encode(rewarded(trajectory, result)))
         if payloads:
             await self._store(payloads)
 
@@ -76,8 +75,8 @@ class Outbox:
         self, batch: Sequence[tuple[RewardInput, Trajectory]], results: list[RewardResult]
     ) -> list[RewardResult]:
         """Those with a reward go on to the stages."""
-        passing = [index for index, result in enumerate(results) if not isinstance(result, RewardFailure)]
-        samples = [_sample(*batch[index], cast(float, results[index])) for index in passing]
+        passing = {i: result for i, result in enumerate(results) if not isinstance(result, RewardFailure)}
+        samples = [_sample(*batch[index], result) for index, result in passing.items()]
         for index, result in zip(passing, await self._reward.stage(samples), strict=True):
             results[index] = result
         return results
@@ -97,9 +96,8 @@ class Outbox:
             await self._buffer.append(ready)
 
 
-def _sample(judged: RewardInput, trajectory: Trajectory, reward: float) -> Sample:
-    scored = msgspec.structs.replace(trajectory, reward=reward)
-    return Sample(judged.prompt, judged.completion, judged.answer, scored, judged.turns)
+def _sample(judged: RewardInput, trajectory: Trajectory, reward: float | Score) -> Sample:
+    return Sample(judged.prompt, judged.completion, judged.answer, rewarded(trajectory, reward), judged.turns)
 
 
 def notice(task: "asyncio.Task[Any]") -> None:

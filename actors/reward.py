@@ -4,7 +4,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from typing import cast
 
 import msgspec
 
@@ -13,6 +12,7 @@ from asyncrl.environments.settings import Environment
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult, RewardStats
 from asyncrl.rewards.here import make_pool
 from asyncrl.rewards.pool import check_function
+from asyncrl.rewards.score import Score
 from asyncrl.rewards.settings import Called, Reward
 from asyncrl.stages.base import Drop, Sample
 from asyncrl.stages.settings import Stages, stages
@@ -55,18 +55,18 @@ class RewardActor:
 
     async def stage(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """The rewards with which samples leave the last stage, or why they do not come so far."""
-        results: list[RewardResult] = [sample.reward for sample in samples]
+        results: list[RewardResult] = [Score(sample.reward, sample.parts) for sample in samples]
         came = time.monotonic()
         for stage, pool in self._stages:
-            left = [index for index, result in enumerate(results) if isinstance(result, float)]
-            if not left:
+            passing = {i: result for i, result in enumerate(results) if not isinstance(result, RewardFailure)}
+            if not passing:
                 break
-            given = [samples[index].rewarded(cast(float, results[index])) for index in left]
+            given = [samples[index].rewarded(result) for index, result in passing.items()]
             (verdicts,) = await self._activity.during(f"stage {stage.function}", pool.score([given]))
             if isinstance(verdicts, RewardFailure):
                 self._tell(stage, verdicts)
-                verdicts = [verdicts] * len(left)
-            for index, verdict in zip(left, verdicts, strict=True):
+                verdicts = [verdicts] * len(passing)
+            for index, verdict in zip(passing, verdicts, strict=True):
                 results[index] = _dropped(verdict) if isinstance(verdict, Drop) else verdict
         self._pool.stats.waited_seconds += len(samples) * (time.monotonic() - came)  # as long as a slow reward would
         return results

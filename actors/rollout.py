@@ -24,7 +24,8 @@ from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_engine
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.precision.settings import served_precision
-from asyncrl.rewards.base import RewardFailure
+from asyncrl.rewards.base import RewardFailure, RewardResult
+from asyncrl.rewards.score import Score
 from asyncrl.stalls.activity import RolloutActivity
 from asyncrl.stalls.picture import Situation
 from asyncrl.types import (
@@ -203,10 +204,7 @@ class RolloutActor:
         results = await self._activity.during(
             "the rewards of held-out answers", self._reward.score(inputs), on="reward"
         )
-        return [
-            Judged(0.0 if isinstance(result, RewardFailure) else result, answer.sampled_tokens)
-            for result, answer in zip(results, answers, strict=True)
-        ]
+        return [Judged(_total(result), answer.sampled_tokens) for result, answer in zip(results, answers, strict=True)]
 
     async def load_weights(self, manifest: WeightManifest) -> WeightAck:
         """Serve the version if it arrives whole and computes what the trainer does; else the one before."""
@@ -262,3 +260,10 @@ class RolloutActor:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+def _total(result: RewardResult) -> float:
+    """Held-out answers without a reward are wrong."""
+    if isinstance(result, RewardFailure):
+        return 0.0
+    return result.total if isinstance(result, Score) else result

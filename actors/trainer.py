@@ -44,6 +44,8 @@ class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     seconds: float
     rewards: tuple[float, ...]
+    parts: tuple[dict[str, float], ...]
+    """Of the rewards that have any."""
     staleness: tuple[int, ...]
     """Age of each sample's oldest token, in versions."""
     lengths: tuple[int, ...]
@@ -148,6 +150,7 @@ class TrainerActor:
             started=started,
             seconds=time.perf_counter() - begun,
             rewards=tuple(t.reward for t in trajectories),
+            parts=tuple(t.parts for t in trajectories if t.parts),
             staleness=tuple(max(0, self._learner.version - t.oldest_version) for t in trajectories),
             lengths=tuple(t.sampled_tokens for t in trajectories),
             first_wave_finished=self._first_wave_finished(trajectories),

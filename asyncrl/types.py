@@ -92,6 +92,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     finished: float
     engine: str
     precision: str = "fp32"
+    parts: dict[str, float] = {}
+    """What the reward is made of, where its function says so."""
 
     @property
     def tokens(self) -> Ints:

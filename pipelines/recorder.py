@@ -3,7 +3,7 @@
 import io
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +16,7 @@ from actors.fleet import Fleet
 from actors.publisher import Published
 from actors.trainer import Accumulated
 from asyncrl.config import Run
+from asyncrl.data.parts import reward_parts
 from asyncrl.data.tables import read_table
 from asyncrl.drafting.gain import Notice, net_gain
 from asyncrl.errors import ActorError
@@ -31,6 +32,7 @@ from pipelines.tracking import trackers
 
 METRICS_SECONDS, ROW_SECONDS = 5.0, 0.0025
 """Between two writes of metrics.parquet, and for each of its rows: a hundred times what it takes to write a row."""
+ENGINE_FIGURES = ("version", "running", "waiting", "generated_tokens", "busy_seconds")
 Row = dict[str, Any]
 
 
@@ -86,7 +88,8 @@ class Recorder:
         fleet: Fleet,
     ) -> None:
         """Take down one step, published or not; the buffer and the engines are asked for their state once."""
-        stats = await self._stats(fleet)
+        engines = await self._stats(fleet)
+        stats = list(engines.values())
         ledger = await fleet.buffer.ledger()
         row: Row = {
             "step": step,
@@ -110,6 +113,7 @@ class Recorder:
             "replicas": len(stats),
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
+            "engines": _engines(engines),
             **_drafting(stats),
             **{f"reward_{name}": value for name, value in msgspec.structs.asdict(await fleet.reward.stats()).items()},
             "resident_bytes": self._memory(),
@@ -136,13 +140,13 @@ class Recorder:
             return None
         return resident_bytes(msgspec.json.decode(roles.read_bytes()))
 
-    async def _stats(self, fleet: Fleet) -> list[EngineStats]:
+    async def _stats(self, fleet: Fleet) -> dict[str, EngineStats]:
         """Of the engines that answer; the count of one that was started again begins anew."""
-        found: list[EngineStats] = []
+        found: dict[str, EngineStats] = {}
         for name, rollout in list(fleet.engines.items()):
             with suppress(ActorError):
-                found.append(await rollout.stats())
-                self._count(name, found[-1])
+                found[name] = await rollout.stats()
+                self._count(name, found[name])
         return found
 
     def _count(self, name: str, stats: EngineStats) -> None:
@@ -227,6 +231,7 @@ def _trained(done: Sequence[Accumulated]) -> Row:
     lengths = [length for part in done for length in part.lengths]
     return {
         "reward": sum(rewards) / len(rewards),
+        **reward_parts(parts for part in done for parts in part.parts),
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),
         "length_mean": sum(lengths) / len(lengths),
@@ -235,6 +240,12 @@ def _trained(done: Sequence[Accumulated]) -> Row:
         "first_work": min(part.started for part in done),
         "first_wave_finished": max(part.first_wave_finished for part in done),
     }
+
+
+def _engines(stats: Mapping[str, EngineStats]) -> Row:
+    """A list for each figure, not an object for each engine: a hundred engines in thousands of rows stay cheap."""
+    figures = {name: [getattr(found, name) for found in stats.values()] for name in ENGINE_FIGURES}
+    return {"engine": list(stats), **figures}
 
 
 def _drafting(stats: Sequence[EngineStats]) -> Row:

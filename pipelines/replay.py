@@ -22,6 +22,7 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from asyncrl.buffer.reader import read_deliveries, read_run
 from asyncrl.config import Checkpoint, Run
+from asyncrl.data.parts import reward_parts
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import save_model
 from asyncrl.rewards.pool import check_function
@@ -149,6 +150,7 @@ def _row(step: int, report: StepReport, trained: Sequence[Trajectory], ages: Seq
         "samples": report.samples,
         "tokens": report.tokens,
         "reward": sum(trajectory.reward for trajectory in trained) / len(trained),
+        **reward_parts(trajectory.parts for trajectory in trained),
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "skipped": report.skipped,

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.insight.top import Snapshot, Watch
+from asyncrl.insight.top import Load, Snapshot, Watch
 
 REFRESH_S = 1.0
 BARS = "▁▂▃▄▅▆▇█"
@@ -103,15 +103,28 @@ def _figures(found: Snapshot) -> Table:
 
 
 def _engines(found: Snapshot) -> Table:
-    table = Table("engine", "answers/s", "tokens/s", "seconds an answer", box=None, padding=(0, 2, 0, 0))
+    names = ("engine", "answers/s", "tokens/s", "seconds an answer", "running", "waiting", "busy", "version")
+    table = Table(*names, box=None, padding=(0, 2, 0, 0))
     for name, engine in found.engines.items():
         table.add_row(
             _plain(name),
             f"{engine.answers_per_second:.1f}",
             f"{engine.tokens_per_second:,.0f}",
-            f"{engine.mean_seconds:.2f}",
+            "" if engine.mean_seconds is None else f"{engine.mean_seconds:.2f}",
+            *_load(engine.load),
         )
     return table
+
+
+def _load(load: Load | None) -> list[str]:
+    if load is None:
+        return []
+    return [
+        f"{load.running} of {load.places}" if load.places else str(load.running),
+        str(load.waiting),
+        "" if load.busy is None else f"{load.busy:.0%}",
+        f"{load.version}, {load.behind} behind" if load.behind > 0 else str(load.version),
+    ]
 
 
 def _line(event: dict[str, Any]) -> Text:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow
 
 from asyncrl.data import ipc
+from asyncrl.data.parts import Parts, from_text, to_text
 from asyncrl.types import GIVEN, Finish, Floats, Ints, Segment, Slot, Trajectory
 
 pa = cast(Any, pyarrow)  # its type stubs are incomplete: half of what is used here is unknown to them
@@ -37,8 +38,12 @@ COLUMNS = {
 }
 SCHEMA: Any = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
 """`logprobs` is 0 and `versions` is -1 where a token was given to the model."""
+PARTED: Any = SCHEMA.append(pa.field("parts", TEXT, nullable=False))
+"""Of a row whose reward has parts, as JSON. Others lack the column, so that they cost nothing more than they ever did,
+and a log holds rows of both kinds: its schema hash is that of the columns that all have."""
+WIDER = {len(PARTED) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): PARTED}
 
-BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33)
+BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35)
 """Which buffers of a row are validity bitmaps: a number has one buffer more, a text two, a list one and its items."""
 FINISHES: tuple[str, ...] = get_args(Finish)
 
@@ -61,7 +66,10 @@ def encode(trajectory: Trajectory) -> bytes:
         _list(FLOATS, FLOAT32, b"".join([s.logprob_bytes or bytes(len(s.token_bytes)) for s in segments])),
         _list(INTS, INT32, versions.tobytes()),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize().to_pybytes()
+    if trajectory.parts:
+        columns.append(_text(to_text(trajectory.parts)))
+    schema = PARTED if trajectory.parts else SCHEMA
+    return pa.RecordBatch.from_arrays(columns, schema=schema).serialize().to_pybytes()
 
 
 class Row(NamedTuple):
@@ -79,6 +87,7 @@ class Row(NamedTuple):
     logprobs: Floats
     runs: tuple[tuple[int, int, int], ...]
     """Start, stop and version of each run of tokens with one version."""
+    parts: Parts
 
     @property
     def sampled_tokens(self) -> int:
@@ -96,7 +105,7 @@ def read_row(payload: bytes) -> Row:
         raise ValueError(f"a trajectory payload holds one row, not {batch.num_rows}")
     # One call for the buffers of all columns: a Python object for each column would cost more than the rest.
     buffers = batch.to_struct_array().buffers()
-    if any(buffers[i] is not None for i in BITMAPS):
+    if any(buffers[i] is not None for i in BITMAPS if i < len(buffers)):
         raise ValueError("a trajectory payload holds no nulls, but this one has a validity bitmap")
     row = Row(
         slot=Slot(_as_number("<q", buffers[2]), _as_number("<i", buffers[4])),
@@ -110,6 +119,7 @@ def read_row(payload: bytes) -> Row:
         tokens=_as_array(np.int32, buffers[24], buffers[26]),
         logprobs=_as_array(np.float32, buffers[28], buffers[30]),
         runs=_runs(_as_array(np.int32, buffers[32], buffers[34])),
+        parts=from_text(_as_text(*buffers[36:38])) if len(buffers) > 36 else {},
     )
     if complaint := _complaint(row):
         raise ValueError(f"trajectory of group {row.slot.group}, sample {row.slot.sample}: {complaint}")
@@ -137,16 +147,18 @@ def decode(payload: bytes) -> Trajectory:
         finished=row.finished,
         engine=row.engine,
         precision=row.precision,
+        parts=row.parts,
     )
 
 
 def read_table(payloads: Iterable[bytes]) -> Any:
-    """Payloads as one table for SQL or Parquet."""
-    return pa.Table.from_batches([_read_batch(payload) for payload in payloads], SCHEMA).combine_chunks()
+    """Payloads as one table for SQL or Parquet; `parts` is null where a reward has none."""
+    tables = [PARTED.empty_table(), *(pa.Table.from_batches([_read_batch(payload)]) for payload in payloads)]
+    return pa.concat_tables(tables, promote_options="default").combine_chunks()
 
 
 def _read_batch(payload: bytes) -> Any:
-    return ipc.read_batch(payload, SCHEMA, "a trajectory payload")
+    return ipc.read_batch(payload, SCHEMA, "a trajectory payload", WIDER)
 
 
 def _number(kind: Any, form: str, value: float) -> Any:

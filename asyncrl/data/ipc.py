@@ -6,6 +6,7 @@ how large it gets, up to 2^63 bytes.
 """
 
 import struct
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pyarrow
@@ -14,16 +15,21 @@ pa = cast(Any, pyarrow)  # its type stubs are incomplete: half of what is used h
 
 START = 8
 """A marker and the length of the metadata come before it."""
-MESSAGE_HEADER, BATCH_COMPRESSION = 2, 3
+MESSAGE_HEADER, BATCH_NODES, BATCH_COMPRESSION = 2, 1, 3
 """Places of fields in the tables `Message` and `RecordBatch` of Arrow's format."""
 
 
-def read_batch(payload: bytes, schema: Any, what: str) -> Any:
-    """The record batch, fully validated, or ValueError with what is wrong with it."""
+def read_batch(payload: bytes, schema: Any, what: str, wider: Mapping[int, Any] | None = None) -> Any:
+    """The record batch, fully validated, or ValueError with what is wrong with it.
+
+    `wider` are schemas with more columns, by the number of nodes (columns, and items of lists) that tells them.
+    """
     try:
         batch_table = _field(payload, START + struct.unpack_from("<I", payload, START)[0], MESSAGE_HEADER)
         if batch_table is None or _field(payload, batch_table, BATCH_COMPRESSION) is not None:
             raise ValueError(f"not {what}: compressed, or no record batch")
+        if wider and (nodes := _field(payload, batch_table, BATCH_NODES)) is not None:
+            schema = wider.get(_read("<I", payload, nodes), schema)
         batch = pa.ipc.read_record_batch(pa.py_buffer(payload), schema)
         batch.validate(full=True)
     except (pa.ArrowException, OSError, EOFError, struct.error) as error:

@@ -21,6 +21,7 @@ def learning(run: Recorded) -> list[Chart]:
     if not run.rows:
         return []
     charts = [_lines(run, "Reward", {"reward": "reward"}, "mean reward", note="mean of the samples of each step")]
+    charts += _parts(run)
     scores = run.connection.execute("SELECT step, sampled, greedy FROM evaluations ORDER BY step").fetchall()
     if scores:
         steps = [score[0] for score in scores]
@@ -36,6 +37,17 @@ def learning(run: Recorded) -> list[Chart]:
         _lines(run, "Answer length", {"length_mean": "mean", "length_max": "longest"}, "tokens", from_zero=True)
     )
     return charts
+
+
+def _parts(run: Recorded) -> list[Chart]:
+    """Nothing where rewards are plain numbers."""
+    told = [(row["step"], row.get("reward_parts") or {}) for row in run.rows]
+    names = dict.fromkeys(name for _, parts in told for name in parts)
+    if not names:
+        return []
+    series = [_line([{"step": step, "mean": parts.get(name)} for step, parts in told], "mean", name) for name in names]
+    note = "mean of each part over the samples that have it"
+    return [_chart("Reward parts", "mean", series, note=note)]
 
 
 def correction(run: Recorded) -> list[Chart]:

@@ -1,4 +1,4 @@
-"""Ten questions that are asked of every run, as SQL over the tables of `asyncrl.insight.tables`."""
+"""Questions that are asked of every run, as SQL over the tables of `asyncrl.insight.tables`."""
 
 from typing import NamedTuple
 
@@ -14,6 +14,15 @@ READY = {
         """
         SELECT step, count(*) AS samples, round(avg(reward), 4) AS reward, min(reward) AS lowest, max(reward) AS highest
         FROM trajectories WHERE step IS NOT NULL GROUP BY step ORDER BY step
+        """,
+    ),
+    "reward_parts_by_step": Ready(
+        "mean of each part of the reward, over the samples of each step that have it",
+        """
+        SELECT step, part.key AS part, count(*) AS samples, round(avg(part.value), 4) AS mean,
+            min(part.value) AS lowest, max(part.value) AS highest
+        FROM (SELECT step, unnest(map_entries(parts)) AS part FROM trajectories WHERE step IS NOT NULL)
+        GROUP BY step, part.key ORDER BY step, part.key
         """,
     ),
     "reward_by_prompt": Ready(

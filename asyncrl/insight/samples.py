@@ -83,12 +83,12 @@ def _choose(run: Recorded) -> list[tuple[str, str, list[int]]]:
     ]
 
 
-def _read(run: Recorded, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any, Any, str]]:
-    """Tokens, log-probabilities, versions and prompt id."""
+def _read(run: Recorded, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any, Any, str, Any]]:
+    """Tokens, log-probabilities, versions, prompt id and parts of the reward."""
     groups = ", ".join({f"({group}, {sample})" for group, sample in wanted})
-    columns = "group_id, sample, tokens, logprobs, versions, prompt"
+    columns = "group_id, sample, tokens, logprobs, versions, prompt, parts"
     found = run.connection.view("trajectories").filter(f"(group_id, sample) IN ({groups})").project(columns)
-    return {(row[0], row[1]): (row[2], row[3], row[4], row[5]) for row in found.fetchall()}
+    return {(group, sample): tuple(stored) for group, sample, *stored in found.fetchall()}
 
 
 def _gaps(run: Recorded) -> dict[tuple[int, int], list[float]]:
@@ -99,11 +99,11 @@ def _gaps(run: Recorded) -> dict[tuple[int, int], list[float]]:
 def _sample(
     run: Recorded,
     index: int,
-    stored: tuple[Any, Any, Any, str],
+    stored: tuple[Any, Any, Any, str, Any],
     gaps: Sequence[float | None] | None,
     decode: Callable[[list[int]], str],
 ) -> dict[str, Any]:
-    tokens, logprobs, versions, uid = stored
+    tokens, logprobs, versions, uid, parts = stored
     sampled = next((i for i, version in enumerate(versions) if version != GIVEN), len(versions))
     pieces = texts(list(tokens[sampled:]), decode)
     versions, logprobs = list(versions[sampled:]), [round(value, 3) for value in logprobs[sampled:]]
@@ -119,6 +119,7 @@ def _sample(
     step = answers["step"][index]
     return {
         "reward": float(answers["reward"][index]),
+        "parts": parts or {},
         "above": float(f"{answers['reward'][index] - siblings.mean():.4g}") if len(siblings) > 1 else None,
         "tokens": int(answers["answer_tokens"][index]),
         "preview": "".join(pieces)[:PREVIEW].replace("\n", " "),

@@ -48,6 +48,7 @@ SCHEMA: Any = pa.schema(
     [
         ("sequence", pa.int64()),
         *((NAMES.get(name, name), _kind(kind)) for name, kind in COLUMNS.items()),
+        ("parts", pa.string_view()),
         ("unsigned_versions", pa.list_view(pa.uint32())),
     ]
 )
@@ -91,10 +92,7 @@ class _Reader:
                 found.append(self._at(FORMS[kind], place))
                 place = place + 8
                 continue
-            bounds = self._at("<i8", place)  # two numbers of four bytes: where it begins and ends
-            lengths = bounds >> 32
-            if np.any(bounds & 0xFFFFFFFF) or np.any(lengths < 0):
-                raise IndexError("a row does not begin its buffer")
+            lengths = self._lengths(place)
             place = place + 8
             if kind == TEXT:
                 found.append(self._texts(place, lengths))
@@ -102,9 +100,26 @@ class _Reader:
             else:
                 found.append(np.stack([place >> 2, lengths], axis=1).astype(np.int32))
                 place = place + (4 * lengths + 7 & ~7)
+        return [*found, self._parts(place, ends), found[-1]]
+
+    def _parts(self, place: Positions, ends: Positions) -> Positions:
+        """One text more in the rows that do not end here; the others have an empty one."""
+        found = np.zeros((len(place), 2), np.int64)
+        (longer,) = np.nonzero(place < ends)
+        if len(longer):
+            lengths = self._lengths(place[longer])
+            found[longer] = self._texts(place[longer] + 8, lengths)
+            place[longer] += 8 + (lengths + 7 & ~7)
         if np.any(place != ends):
             raise IndexError("a row does not end with its frame")
-        return [*found, found[-1]]
+        return found
+
+    def _lengths(self, place: Positions) -> Positions:
+        bounds = self._at("<i8", place)  # two numbers of four bytes: where it begins and ends
+        lengths = bounds >> 32
+        if np.any(bounds & 0xFFFFFFFF) or np.any(lengths < 0):
+            raise IndexError("a row does not begin its buffer")
+        return lengths
 
     def _at(self, form: str, places: Positions) -> npt.NDArray[Any]:
         return self._views[form][places >> SHIFTS[form]]

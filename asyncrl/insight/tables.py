@@ -80,7 +80,8 @@ CREATE VIEW groups AS
         nullif(step, -1) AS step, nullif(take, -1) AS take, reason AS drop_reason, nullif(sample, -1) AS drop_sample
     FROM raw_groups LEFT JOIN raw_drops ON group_id = raw_drops.group;
 CREATE VIEW trajectories AS
-    SELECT t.sequence, group_id, t.sample, t.prompt, t.engine, t.precision, t.finish, t.reward, t.started, t.finished,
+    SELECT t.sequence, group_id, t.sample, t.prompt, t.engine, t.precision, t.finish, t.reward,
+        try_cast(try_cast(nullif(t.parts, '') AS JSON) AS MAP(VARCHAR, DOUBLE)) AS parts, t.started, t.finished,
         t.finished - t.started AS seconds,
         len(list_filter(t.versions, lambda v: v < 0)) AS prompt_tokens,
         len(t.versions) - len(list_filter(t.versions, lambda v: v < 0)) AS answer_tokens,

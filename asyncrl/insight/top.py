@@ -31,11 +31,27 @@ QUIET = ("wait_batch", "train", "wait_sync", "update", "publish", "checkpoint", 
 """What happens in every step is no news."""
 
 
+class Load(msgspec.Struct, frozen=True):
+    """Of an engine at the end of the newest step."""
+
+    version: int
+    behind: int
+    """Versions between the trainer's and the one it serves."""
+    running: int
+    waiting: int
+    places: int
+    """Answers that it can run at a time."""
+    busy: float | None
+    """Share of the newest steps' time in which it computed; None where it does not say."""
+
+
 class Engine(msgspec.Struct, frozen=True):
-    answers_per_second: float
-    tokens_per_second: float
-    mean_seconds: float
-    """Of an answer."""
+    answers_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    mean_seconds: float | None = None
+    """Of an answer; None for one that has finished none of late."""
+    load: Load | None = None
+    """None for one that is gone, or before the first step."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,12 +174,13 @@ class Watch:
         recent = [row for row in self._answers if row.finished > end - RATE_S]
         begin = min((row.finished for row in recent), default=end)
         span = max(end - begin, 1.0)
+        loads = _loads(self._rows[-STEPS - 1 :], (self._settings.get("engine") or {}).get("max_batch") or 0)
         found: dict[str, Engine] = {}
-        for name in sorted({row.engine for row in recent}):
+        for name in sorted({row.engine for row in recent} | loads.keys()):
             own = [row for row in recent if row.engine == name]
             tokens = sum(row.sampled_tokens for row in own)
-            seconds = sum(row.finished - row.started for row in own)
-            found[name] = Engine(len(own) / span, tokens / span, seconds / len(own))
+            seconds = sum(row.finished - row.started for row in own) / len(own) if own else None
+            found[name] = Engine(len(own) / span, tokens / span, seconds, loads.get(name))
         return found
 
     def _state(self) -> tuple[State, str]:
@@ -183,6 +200,22 @@ class Watch:
         if alive:
             return "running", f"running (process {driver}, last event {quiet:.0f} s ago)"
         return "dead", f"dead: its driver, process {driver}, is not on this machine; continue it with `asyncrl resume`"
+
+
+def _loads(recent: list[dict[str, Any]], places: int) -> dict[str, Load]:
+    """By engine; runs of earlier releases did not record it."""
+    if not recent or not (told := recent[-1].get("engines")):
+        return {}
+    first = recent[0].get("engines") or {}
+    before = dict(zip(first.get("engine", ()), first.get("busy_seconds", ()), strict=True))
+    seconds = recent[-1]["time"] - recent[0]["time"]
+    found: dict[str, Load] = {}
+    figures = (told[name] for name in ("engine", "version", "running", "waiting", "busy_seconds"))
+    for name, version, running, waiting, total in zip(*figures, strict=True):
+        worked = total - before.get(name, total)  # less than none: it was started again
+        busy = min(1.0, worked / seconds) if worked > 0 and seconds > 0 else None
+        found[name] = Load(version, recent[-1]["version"] - version, running, waiting, places, busy)
+    return found
 
 
 def _rates(recent: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

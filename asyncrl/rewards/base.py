@@ -2,6 +2,8 @@
 
 import msgspec
 
+from asyncrl.rewards.score import Score
+
 
 class RewardInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The arguments of one call."""
@@ -13,7 +15,7 @@ class RewardInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The whole conversation, where there is an environment; `completion` is the model's last turn then."""
 
 
-class RewardFailure(msgspec.Struct, frozen=True, gc=False):
+class RewardFailure(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A sample without a reward: it is dropped and counted under its reason."""
 
     reason: str
@@ -39,4 +41,5 @@ class RewardStats(msgspec.Struct, kw_only=True):
 
 ALLOW_UNSAFE_EXEC = "ASYNCRL_ALLOW_UNSAFE_EXEC"
 """In a worker's environment: programs may run outside a sandbox. It is there by reward.allow_unsafe_exec alone."""
-RewardResult = float | RewardFailure
+RewardResult = float | Score | RewardFailure
+"""A number where the reward has no parts."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from asyncrl.rewards.base import ALLOW_UNSAFE_EXEC
+from asyncrl.rewards.score import Score
 from asyncrl.sandbox.base import Output
 from asyncrl.sandbox.sandbox import Sandbox
 from asyncrl.tasks.code import Problem, Test
@@ -28,10 +29,11 @@ def reward(prompt: str, completion: str, answer: str) -> float:
         return float(all(verdicts))
 
 
-def partial_reward(prompt: str, completion: str, answer: str) -> float:
-    """The share of the tests that are passed."""
+def partial_reward(prompt: str, completion: str, answer: str) -> Score:
+    """The share of the tests that are passed; its parts tell whether there is a program, and whether it passes all."""
     problem = msgspec.json.decode(answer, type=Problem)
-    return sum(_verdicts(completion, problem)) / len(problem.tests)
+    passed = sum(_verdicts(completion, problem)) / len(problem.tests)
+    return Score(passed, {"program": float(extract_program(completion) is not None), "all_passed": float(passed == 1)})
 
 
 def extract_program(completion: str) -> str | None:

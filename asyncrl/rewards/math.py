@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from asyncrl.optional import require
+from asyncrl.rewards.score import Score
 
 # Here and not where it is used: importing it takes seconds, which must not count as time spent on the first reward.
 verify = require("math_verify", extra="math")
@@ -22,9 +23,11 @@ def reward(prompt: str, completion: str, answer: str) -> float:
     return _equal(completion, answer)
 
 
-def boxed_reward(prompt: str, completion: str, answer: str) -> float:
-    r"""1 for the right answer in the last \boxed{}."""
-    return _equal(completion, answer) if "\\boxed" in completion else 0.0
+def boxed_reward(prompt: str, completion: str, answer: str) -> Score:
+    r"""1 for the right answer in the last \boxed{}; its parts tell a wrong answer from one that is not boxed."""
+    boxed = "\\boxed" in completion
+    right = _equal(completion, answer) if boxed else 0.0
+    return Score(right, {"boxed": float(boxed), "right": right})
 
 
 def _equal(completion: str, answer: str) -> float:

@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.functions import is_here, load_function
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardStats
 from asyncrl.rewards.child import Child, command, imported
+from asyncrl.rewards.score import Score
 from asyncrl.rewards.settings import Called
 from asyncrl.stalls import processes
 from asyncrl.stalls.picture import Judging
@@ -101,7 +102,7 @@ class Pool(Generic[In, Out]):
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
 
-class RewardPool(Pool[RewardInput, float]):
+class RewardPool(Pool[RewardInput, float | Score]):
     """Scores samples."""
 
 

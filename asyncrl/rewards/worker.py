@@ -6,7 +6,6 @@ stdin is empty. When the parent goes away, in whatever manner, the worker ends i
 """
 
 import inspect
-import math
 import os
 import select
 import signal
@@ -14,7 +13,6 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -22,6 +20,7 @@ import msgspec
 from asyncrl.functions import find_function
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
 from asyncrl.rewards.calling import attempt
+from asyncrl.rewards.score import RULE, Score, read_score
 
 HEADER = struct.Struct("<I")
 
@@ -48,7 +47,7 @@ def kind_of(name: str) -> Kind:
 
             return Kind(list[Sample], list[Verdict], pass_through)
         case _:
-            return Kind(RewardInput, float, judge)
+            return Kind(RewardInput, float | Score, judge)
 
 
 def main(name: str, location: str) -> None:
@@ -69,9 +68,9 @@ def judge(function: Function, sample: RewardInput) -> RewardResult:
     value = attempt("reward", _judge, function, sample)
     if isinstance(value, RewardFailure):
         return value
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
-    return RewardFailure("reward_invalid", f"returned {value!r:.200}; a reward must be a finite number")
+    if (score := read_score(value)) is None:
+        return RewardFailure("reward_invalid", f"returned {value!r:.200}; {RULE}")
+    return score if score.parts else score.total
 
 
 def _judge(function: Function, sample: RewardInput) -> object:

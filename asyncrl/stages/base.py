@@ -7,16 +7,15 @@ One item back for each that came, in the same order: the sample as it is, `sampl
 dropped sample ends its group; another takes its place.
 """
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any, cast
 
 import msgspec
 
 from asyncrl.rewards.base import RewardFailure
 from asyncrl.rewards.calling import attempt
+from asyncrl.rewards.score import RULE, Rewarded, Score, read_score, rewarded
 from asyncrl.types import Trajectory
 
 REASON = re.compile(r"[a-z0-9_]{1,40}")
@@ -39,6 +38,11 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
         return self.trajectory.reward
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Of the reward; empty where it is a number alone."""
+        return self.trajectory.parts
+
+    @property
     def tokens(self) -> int:
         """Sampled ones."""
         return self.trajectory.sampled_tokens
@@ -48,11 +52,12 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
         """Whether it came to its end by itself."""
         return self.trajectory.finish == "stop"
 
-    def rewarded(self, reward: float) -> "Sample":
-        return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, reward=reward))
+    def rewarded(self, reward: Rewarded) -> "Sample":
+        """A number leaves the parts as they are, `{**sample.parts, "judge": 0.5}` adds one to them."""
+        return msgspec.structs.replace(self, trajectory=rewarded(self.trajectory, reward))
 
 
-class Drop(msgspec.Struct, frozen=True):
+class Drop(msgspec.Struct, frozen=True, tag=True):
     """Not to be trained on; the ledger counts it under `stage:` and the reason."""
 
     reason: str
@@ -62,7 +67,7 @@ class Drop(msgspec.Struct, frozen=True):
             raise ValueError(f"Drop({self.reason!r:.100}): a reason is a word such as too_long")
 
 
-Verdict = float | Drop
+Verdict = Score | Drop
 """The reward that a sample leaves a stage with, or its end."""
 
 
@@ -78,13 +83,10 @@ def pass_through(function: Callable[..., Any], samples: Sequence[Sample]) -> lis
 def _verdicts(passed: list[Any]) -> list[Verdict] | RewardFailure:
     verdicts: list[Verdict] = []
     for item in passed:
-        value = item.reward if isinstance(item, Sample) else item
-        if isinstance(value, Drop):
-            verdicts.append(value)
-        elif isinstance(item, Sample) and isinstance(value, Real) and math.isfinite(value):
-            verdicts.append(float(value))
-        else:
-            return _invalid(item, "each item is a Sample with a finite reward, or Drop(reason)")
+        verdict = read_score(Score(item.reward, item.parts)) if isinstance(item, Sample) else item
+        if not isinstance(verdict, Score | Drop):
+            return _invalid(item, f"each item is a Sample with a finite reward, or Drop(reason); {RULE}")
+        verdicts.append(verdict)
     return verdicts
 
 

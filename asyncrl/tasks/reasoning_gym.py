@@ -118,10 +118,10 @@ def reward(prompt: str, completion: str, answer: str) -> float:
     return float(_marks(completion, answer) == 1)
 
 
-def graded_reward(prompt: str, completion: str, answer: str) -> float:
+def graded_reward(prompt: str, completion: str, answer: str) -> dict[str, float]:
     """A little for an answer between its tags, the rest by reasoning-gym's marks; 1 only for full marks."""
     marks = _marks(completion, answer)
-    return 0.0 if marks is None else FORMAT_SHARE + (1 - FORMAT_SHARE) * marks
+    return {"format": FORMAT_SHARE * (marks is not None), "marks": (1 - FORMAT_SHARE) * (marks or 0.0)}
 
 
 def _marks(completion: str, answer: str) -> float | None:

@@ -26,7 +26,7 @@ import msgspec
 from asyncrl.types import Prompt
 from benchmarks.runs import answers, run, steady
 
-Judge = Callable[[str, str, str], float]
+Judge = Callable[[str, str, str], float | dict[str, float]]
 WANTED = 4.0
 """Times TRL's completions per second."""
 
@@ -185,7 +185,8 @@ def their_rate(setting: Setting, model: Path, steps: int) -> Rate:
     def judge(prompts: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
         # TRL hands over text without special tokens; in the quickstart the end of an answer is one, and counts.
         answered = [tokenizer.decode(ids, skip_special_tokens=setting.on_gpu) for ids in completion_ids]
-        return [reward(str(p), c, a) for p, c, a in zip(prompts, answered, answer, strict=True)]
+        given = [reward(str(p), c, a) for p, c, a in zip(prompts, answered, answer, strict=True)]
+        return [sum(each.values()) if isinstance(each, dict) else each for each in given]
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),  # masters, as asyncrl's

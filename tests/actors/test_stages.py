@@ -14,6 +14,7 @@ from asyncrl.data.arrow import decode
 from asyncrl.errors import ConfigError
 from asyncrl.functions import keep_here
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
+from asyncrl.rewards.score import Score
 from asyncrl.stages.base import Drop, Sample, pass_through
 from asyncrl.types import Segment, Slot, Trajectory
 
@@ -68,7 +69,7 @@ def passed(actor: RewardActor, *samples: Sample) -> list[RewardResult]:
 def test_one_after_the_other_and_what_is_dropped_goes_no_further(file: Path) -> None:
     actor = RewardActor(Reward(), after=(f"{file}:short", f"{file}:doubled"))
     first, second, third = passed(actor, sample(0, 1, 0.5), sample(1, 5), sample(2, 2, -1.0))
-    assert (first, third) == (1.0, -2.0)
+    assert (first, third) == (Score(1.0), Score(-2.0))
     assert isinstance(second, RewardFailure)
     assert second.reason == "stage:too_long"
 
@@ -88,6 +89,10 @@ def test_a_stage_that_fails_fails_its_samples(file: Path, capfd: pytest.CaptureF
         (lambda samples: samples[:1], "a list with one item for each of its 2 samples"),
         (lambda samples: [1.0, 2.0], r"a Sample with a finite reward, or Drop\(reason\)"),
         (lambda samples: [s.rewarded(float("nan")) for s in samples], "a Sample with a finite reward"),
+        (
+            lambda samples: [s.rewarded({"judge": float("inf")}) for s in samples],
+            "under names of up to 40 small letters",
+        ),
         (lambda samples: [Drop("Bad reason!")], "a reason is a word such as too_long"),
     ],
 )
@@ -103,10 +108,12 @@ class Kept:
 
     def __init__(self) -> None:
         self.rewards: dict[int, float] = {}
+        self.parts: dict[int, dict[str, float]] = {}
         self.failed: dict[int, tuple[str, int]] = {}
 
     async def append(self, payloads: list[bytes]) -> None:
         self.rewards |= {t.slot.sample: t.reward for t in map(decode, payloads)}
+        self.parts |= {t.slot.sample: t.parts for t in map(decode, payloads)}
 
     async def fail(self, slot: Slot, reason: str, tokens: int) -> None:
         self.failed[slot.sample] = reason, tokens
@@ -131,3 +138,35 @@ def test_the_buffer_gets_the_last_rewards_and_the_reasons_of_the_rest() -> None:
     asyncio.run(run())
     assert kept.rewards == {2: 1.0, 4: 2.0}
     assert kept.failed == {1: ("stage:dull", 1)}
+
+
+def test_parts_pass_through_stages_that_keep_change_add_or_clear_them() -> None:
+    kept = Kept()
+
+    def graded(prompt: str, completion: str, answer: str) -> dict[str, float]:
+        return {"length": float(len(completion)), "format": 0.5}
+
+    def judge(samples: list[Sample]) -> list[Sample]:
+        ways = {1: 9.0, 2: {**samples[0].parts, "judge": 0.25}, 3: Score(7.0, {"own": 1.0}), 4: Score(8.0)}
+        return [sample.rewarded(ways.get(sample.tokens, sample.reward)) for sample in samples]
+
+    def after(samples: list[Sample]) -> list[Sample]:
+        return samples
+
+    async def run() -> None:
+        stages = (keep_here(judge, "test/judge"), keep_here(after, "test/after"))
+        actor = RewardActor(Reward(function=keep_here(graded, "test/graded")), after=stages)
+        outbox = Outbox(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
+        for n in (1, 2, 3, 4, 5):
+            await outbox.hand_over(RewardInput("p", "c" * n, ""), trajectory(n, n))
+        await actor.close()
+
+    asyncio.run(run())
+    assert kept.rewards == {1: 9.0, 2: 2.75, 3: 7.0, 4: 8.0, 5: 5.5}
+    assert kept.parts == {
+        1: {"length": 1.0, "format": 0.5},
+        2: {"length": 2.0, "format": 0.5, "judge": 0.25},
+        3: {"own": 1.0},
+        4: {},
+        5: {"length": 5.0, "format": 0.5},
+    }

@@ -15,6 +15,7 @@ from asyncrl.buffer.frames import Scan
 from asyncrl.buffer.journal import Journal
 from asyncrl.buffer.log import Log, segment_paths
 from asyncrl.buffer.payloads import SCHEMA_HASH, STEM, open_log, pack_slot
+from asyncrl.buffer.reader import read_run
 from asyncrl.buffer.records import Admitted, Advanced, Committed, Delivered, Dropped, Late, Limited, Record
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Buffer
@@ -87,6 +88,20 @@ def test_a_killed_run_is_sound_and_its_unfinished_write_is_counted(tmp_path: Pat
     found = check(tmp_path / "run")
     assert found.sound, found.violations
     assert found.log.torn_bytes == 10
+
+
+def test_a_run_that_is_resumed_with_parts_in_its_rewards_is_sound(tmp_path: Path) -> None:
+    """Its log holds answers of both kinds, in one file."""
+    small_run(tmp_path / "run", close=False)
+    buffer = open_buffer(tmp_path / "run", max_staleness=2)
+    for sample, parts in enumerate(({"right": 0.0}, {"right": 0.75, "format": 0.25})):
+        buffer.append(encode(msgspec.structs.replace(trajectory(4, sample), parts=parts)))
+    buffer.take(2)
+    buffer.close()
+    found = check(tmp_path / "run")
+    assert found.sound, found.violations
+    stored = {t.slot: t.parts for t in read_run(tmp_path / "run")}
+    assert (len(stored), stored[Slot(4, 1)], stored[Slot(3, 1)]) == (9, {"right": 0.75, "format": 0.25}, {})
 
 
 def test_every_value_of_every_byte_of_a_sealed_segment_but_its_own_is_found(tmp_path: Path) -> None:

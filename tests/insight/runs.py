@@ -1,7 +1,7 @@
 """Run directories made by hand: the buffer's own writer, events and metrics with known figures."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def empty_run(path: Path) -> RunDirectory:
     return directory
 
 
-def small_run(path: Path) -> Path:
+def small_run(path: Path, parts: Mapping[tuple[int, int], dict[str, float]] | None = None) -> Path:
     """Five groups of two.
 
     Step 0 trained on groups 0 and 1 in two passes; group 2 was dropped when its sample 1 failed; step 1 has got group 3
@@ -78,7 +78,8 @@ def small_run(path: Path) -> Path:
         answer(3, 1, 0.0, [0, 1, 1], start=5.0),
         answer(4, 0, 1.0, [1], start=9.0),
     ]
-    write_log(directory.trajectories, answers)
+    told = [msgspec.structs.replace(t, parts=(parts or {}).get((t.slot.group, t.slot.sample), {})) for t in answers]
+    write_log(directory.trajectories, told)
     records: list[Record] = [Admitted(group, 0, 1e9, 64) for group in range(4)]
     records += [Delivered(0, (0,)), Delivered(0, (1,)), Committed(0), Advanced(1), Dropped(2, "reward_error", 1, 3)]
     records += [Admitted(4, 1, 1e9, 64), Delivered(1, (3,))]

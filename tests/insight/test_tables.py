@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.arrow import encode
+from asyncrl.data.parts import to_text
 from asyncrl.errors import ConfigError, CorruptSegmentError
 from asyncrl.insight import logs
 from asyncrl.insight.queries import READY
@@ -104,6 +105,20 @@ def test_ready_queries_by_hand(tmp_path: Path) -> None:
     ]
 
 
+def test_parts_of_rewards(tmp_path: Path) -> None:
+    """In one log with answers that have none, as those before a resumption by a release that knows parts."""
+    path = small_run(tmp_path / "run", parts={(0, 1): {"right": 1.0, "format": 0.5}, (3, 0): {"format": -1.0}})
+    assert ask(path, "SELECT sample, parts, parts['format'] FROM trajectories WHERE group_id = 0") == [
+        (0, None, None),
+        (1, {"right": 1.0, "format": 0.5}, 0.5),
+    ]
+    assert ask(path, READY["reward_parts_by_step"].sql) == [
+        (0, "format", 1, 0.5, 0.5, 0.5),
+        (0, "right", 1, 1.0, 1.0, 1.0),
+        (1, "format", 1, -1.0, -1.0, -1.0),
+    ]
+
+
 @pytest.mark.parametrize("name", READY)
 def test_ready_queries_have_an_answer_before_the_first_step(tmp_path: Path, name: str) -> None:
     assert ask(empty_run(tmp_path / "run").path, READY[name].sql) == []
@@ -123,7 +138,7 @@ def test_the_documented_queries_are_the_real_ones() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)) == {
         name: ready.says for name, ready in READY.items()
     }
-    assert len(READY) == 10
+    assert len(READY) == 11
 
 
 @pytest.mark.parametrize(
@@ -180,7 +195,10 @@ segments = st.lists(st.tuples(st.booleans(), st.integers(1, 70), st.integers(0, 
 texts = st.text(max_size=40).filter(lambda text: "\0" not in text)
 
 
-@given(rows=st.lists(st.tuples(segments, texts, texts, st.floats(-9, 9)), min_size=1, max_size=12), seal=st.booleans())
+rewards = st.tuples(st.floats(-9, 9), st.dictionaries(st.sampled_from("abcd"), st.floats(-9, 9)))
+
+
+@given(rows=st.lists(st.tuples(segments, texts, texts, rewards), min_size=1, max_size=12), seal=st.booleans())
 @ANY_FILE
 def test_any_trajectory_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], seal: bool
@@ -195,11 +213,12 @@ def test_any_trajectory_is_read_as_it_was_written(
                 for given, length, version in parts
             ),
             reward=reward,
+            parts=named,
             finish="stop",
             started=1.5,
             finished=2.5,
         )
-        for group, (parts, prompt, engine, reward) in enumerate(rows)
+        for group, (parts, prompt, engine, (reward, named)) in enumerate(rows)
     ]
     directory = tmp_path_factory.mktemp("log")
     write_log(directory, made, seal=seal)
@@ -207,6 +226,7 @@ def test_any_trajectory_is_read_as_it_was_written(
         assert (row["group_id"], row["sample"]) == (trajectory.slot.group, trajectory.slot.sample)
         assert (row["prompt"], row["engine"], row["precision"]) == (trajectory.prompt, trajectory.engine, "fp32")
         assert (row["reward"], row["started"], row["finished"]) == (trajectory.reward, 1.5, 2.5)
+        assert row["parts"] == (to_text(trajectory.parts) if trajectory.parts else "")
         assert row["tokens"] == trajectory.tokens.tolist()
         assert row["logprobs"] == trajectory.logprobs.tolist()
         assert row["versions"] == trajectory.versions.tolist()
@@ -243,7 +263,8 @@ def test_a_damaged_file_is_refused_or_read_within_its_bounds(
     tmp_path_factory: pytest.TempPathFactory, place: int, value: int
 ) -> None:
     directory = tmp_path_factory.mktemp("log")
-    write_log(directory, [answer(group, 0, 1.0, [0], prompt="a long name of a prompt") for group in range(3)])
+    parts = ({}, {"format": 0.5}, {})
+    write_log(directory, [answer(i, 0, 1.0, [0], prompt="a long name of a prompt", parts=parts[i]) for i in range(3)])
     (path,) = directory.glob("*.seg")
     data = bytearray(path.read_bytes())
     data[place % len(data)] ^= value

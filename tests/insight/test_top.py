@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from asyncrl.errors import ConfigError
 from asyncrl.insight.tables import METRICS, open_run
-from asyncrl.insight.top import Watch
+from asyncrl.insight.top import Load, Watch
 from pipelines.top import draw, sparkline
 from tests.insight.runs import answer, empty_run, small_run, write_log
 from tests.insight.test_trace import validate, written
@@ -58,6 +59,26 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     engine = found.engines["rollout-0"]
     assert (engine.answers_per_second, engine.tokens_per_second, engine.mean_seconds) == (5 / 9, 14 / 9, 1.4)
     assert "ess=0.1 is low" in shown(tmp_path / "run")
+
+
+def test_the_load_of_each_engine(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    told = {"engine": ["rollout-0", "rollout-7"], "version": [2, 1], "running": [5, 0], "waiting": [3, 0]}
+    rows = [
+        {"step": step, "version": step + 1, "time": 100.0 + 4 * step, "loop_seconds": 4.0 * step, "samples": 4,
+         "reward": 0.5, "engines": told | {"generated_tokens": [9, 9], "busy_seconds": [1.0 + 3 * step, 2.0]}}
+        for step in range(2)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), run / "metrics.parquet")
+    engines = Watch(run).look().engines
+    assert {name: engine.load for name, engine in engines.items()} == {
+        "rollout-0": Load(version=2, behind=0, running=5, waiting=3, places=128, busy=0.75),
+        "rollout-1": None,
+        "rollout-7": Load(version=1, behind=1, running=0, waiting=0, places=128, busy=None),
+    }
+    said = shown(run)
+    assert "5 of 128" in said
+    assert "1, 1 behind" in said
 
 
 def test_what_is_written_later_is_read_then(tmp_path: Path) -> None:
@@ -152,6 +173,7 @@ def test_a_real_run_from_another_process(tmp_path: Path, model: Path) -> None:
     assert states <= {"starting", "running", "ended"}
     assert counts == sorted(counts)
     assert (found.state, found.says, found.step) == ("ended", "ended, ok", 6)
+    assert {engine.load.version for engine in found.engines.values() if engine.load} == {6}
     assert METRICS.keys() <= set(pq.read_schema(run / "metrics.parquet").names)
     said = subprocess.run([helpers.COMMAND, "top", str(run)], capture_output=True, text=True, check=True).stdout
     assert "step 6/6 (100%)" in said

@@ -11,10 +11,20 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.reader import read_run
+from asyncrl.insight.tables import open_run
 from asyncrl.types import GIVEN
+from pipelines.replay import replay
+from pipelines.result import Result
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OWN = {"quick_pipeline": 25, "own_reward": 40, "own_environment": 40, "own_stage": 40, "own_algorithm": 40}
+OWN = {
+    "quick_pipeline": 25,
+    "own_reward": 40,
+    "own_environment": 40,
+    "own_stage": 40,
+    "own_parts": 40,
+    "own_algorithm": 40,
+}
 """Lines that each may have; of the first those that are code."""
 
 
@@ -69,6 +79,19 @@ def test_own_stage(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for trajectory in trajectories:
         assert trajectory.reward % 1 == pytest.approx(0.1 / trajectory.sampled_tokens)
     assert set(summary["ledger"]["dropped"]) <= {"stage:cut_off", "group_incomplete"}
+
+
+def test_own_parts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_example("own_parts", model, monkeypatch=monkeypatch, where=tmp_path)
+    run = tmp_path / "runs" / "pipeline-1"
+    trajectories = list(read_run(run / "trajectories"))
+    assert all(list(t.parts) == ["right", "ended", "brief"] for t in trajectories)
+    assert all(t.reward == sum(t.parts.values()) for t in trajectories)
+    with open_run(run) as tables:
+        by_step = "SELECT avg(parts['ended']) FROM trajectories WHERE step IS NOT NULL GROUP BY step ORDER BY step"
+        found = [mean for (mean,) in tables.execute(by_step).fetchall()]
+    assert Result(run).curves()["reward_parts.ended"].values == pytest.approx(found)
+    assert replay(run, []).identical
 
 
 def test_own_algorithm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

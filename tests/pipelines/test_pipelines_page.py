@@ -12,7 +12,7 @@ def test_snippets_are_parts_of_the_examples() -> None:
     )
     assert {name for name, _ in blocks} == {
         f"examples/{name}.py"
-        for name in ("quick_pipeline", "own_reward", "own_environment", "own_stage", "own_algorithm")
+        for name in ("quick_pipeline", "own_reward", "own_environment", "own_stage", "own_parts", "own_algorithm")
     }
     for name, code in blocks:
         assert code in (ROOT / name).read_text(), name

@@ -16,6 +16,7 @@ import pytest
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.base import RewardResult
+from asyncrl.rewards.score import Score
 from asyncrl.sandbox.base import Limits, Output
 from asyncrl.sandbox.sandbox import Sandbox
 from asyncrl.tasks.base import make_task
@@ -67,7 +68,9 @@ def is_even(n): return Agrees(n)
 
 def test_part_of_the_tests_is_part_of_the_reward(problems: str) -> None:
     half = [block("print(3)"), "no program", block("def is_even(n): return n != 7 or 1 / 0")]
-    assert judge(problems, *half, function=PARTIAL) == [0.5, 0.0, 0.5]
+    assert judge(problems, *half, function=PARTIAL) == [
+        Score(passed, {"program": program, "all_passed": 0.0}) for passed, program in ((0.5, 1), (0, 0), (0.5, 1))
+    ]
 
 
 SEARCH = """

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.arrow import SCHEMA, decode, encode, read_row, read_table
+from asyncrl.buffer.payloads import SCHEMA_HASH
+from asyncrl.data.arrow import PARTED, SCHEMA, decode, encode, read_row, read_table
+from asyncrl.data.parts import NAME
 from asyncrl.types import GIVEN, Segment, Slot, Trajectory
 from tests.buffers import payload, trajectory
 
@@ -34,6 +36,7 @@ trajectories = st.builds(
     finished=number,
     engine=st.text(),
     precision=st.text(),
+    parts=st.dictionaries(st.from_regex(NAME, fullmatch=True), number, max_size=3),
 )
 
 
@@ -59,11 +62,20 @@ def test_neighbours_of_one_version_become_one_segment_and_no_token_changes(item:
 
 def test_table_has_the_written_columns() -> None:
     table = read_table([payload(7, 0, version=3, tokens=2), payload(7, 1, version=4, tokens=1)])
-    assert table.schema == SCHEMA
+    assert table.schema.names == PARTED.names
     assert table.column("group").to_pylist() == [7, 7]
     assert table.column("tokens").to_pylist() == [[7, 0, 0, 1], [7, 1, 0]]
     assert table.column("versions").to_pylist() == [[-1, -1, 3, 3], [-1, -1, 4]]
     assert table.column("logprobs").to_pylist() == [[0, 0, -0.25, -0.25], [0, 0, -0.25]]
+
+
+def test_an_answer_without_parts_is_stored_as_before_there_were_any() -> None:
+    """So a directory of those days is read, resumed and checked, and where there are no parts they cost nothing."""
+    assert SCHEMA_HASH.hex() == "c1b9525a0205b0650fe274feebfbe2a1"
+    assert len(SCHEMA) == 12
+    plain = payload(3, 1)
+    assert pa.ipc.read_record_batch(pa.py_buffer(plain), SCHEMA).serialize().to_pybytes() == plain
+    assert decode(plain).parts == {}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +83,9 @@ def test_table_has_the_written_columns() -> None:
     [
         ({"reward": float("nan")}, "must be finite"),
         ({"finished": float("inf")}, "must be finite"),
+        ({"parts": {"format": float("nan")}}, "parts="),
+        ({"parts": {"Bad name": 1.0}}, "finite numbers under names"),
+        ({"parts": {f"part_{i}": 1.0 for i in range(33)}}, "1 to 32 finite numbers"),
         ({"finish": "tired"}, "finish='tired'"),
         ({"slot": Slot(-1, 0)}, "must not be negative"),
         ({"segments": ()}, "0 tokens"),
@@ -101,7 +116,8 @@ def test_nulls_and_uneven_lists_are_refused() -> None:
 
 @given(st.data())
 def test_damaged_payloads_never_crash_or_pass_as_something_odd(data: st.DataObject) -> None:
-    raw = bytearray(payload(1, 1))
+    parts = data.draw(st.sampled_from([{}, {"format": 0.5}]))
+    raw = bytearray(encode(msgspec.structs.replace(trajectory(1, 1), parts=parts)))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(raw[: data.draw(st.integers(0, len(raw)))])

@@ -4,6 +4,7 @@ import pytest
 
 from asyncrl.rewards.base import RewardFailure, RewardInput
 from asyncrl.rewards.math import boxed_reward, reward
+from asyncrl.rewards.score import Score
 from asyncrl.rewards.worker import judge
 
 RIGHT = [
@@ -37,8 +38,9 @@ def test_wrong(completion: str, answer: str) -> None:
 
 
 def test_only_what_is_boxed() -> None:
-    assert boxed_reward("", "It is 42", "42") == 0.0
-    assert boxed_reward("", r"It is \boxed{42}", "42") == 1.0
+    assert boxed_reward("", "It is 42", "42") == Score(0.0, {"boxed": 0.0, "right": 0.0})
+    assert boxed_reward("", r"It is \boxed{41}", "42") == Score(0.0, {"boxed": 1.0, "right": 0.0})
+    assert boxed_reward("", r"It is \boxed{42}", "42") == Score(1.0, {"boxed": 1.0, "right": 1.0})
 
 
 def test_a_right_answer_that_is_none_is_said() -> None:

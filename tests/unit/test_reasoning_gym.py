@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError, MissingDependencyError
-from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards.base import RewardFailure, RewardInput
+from asyncrl.rewards.score import Score
 from asyncrl.rewards.worker import judge
 from asyncrl.tasks import reasoning_gym
 from asyncrl.tasks.base import Split, make_task
@@ -155,8 +156,10 @@ FOUR = json.dumps(
 )
 def test_rewards(completion: str, right: float, graded: float) -> None:
     assert reward("", completion, FOUR) == right
-    assert graded_reward("", completion, FOUR) == pytest.approx(graded, abs=1e-12)
-    assert (graded_reward("", completion, FOUR) == 1) == (right == 1)
+    parts = graded_reward("", completion, FOUR)
+    assert sum(parts.values()) == pytest.approx(graded, abs=1e-12)
+    assert (sum(parts.values()) == 1) == (right == 1)
+    assert parts["format"] == (0.1 if graded else 0)
 
 
 @given(st.text(), st.text())
@@ -164,8 +167,8 @@ def test_a_reward_is_a_number_whatever_the_model_writes(before: str, inside: str
     completion = f"{before}<answer>{inside}</answer>"
     for function in (reward, graded_reward):
         result = judge(function, RewardInput("", completion, FOUR))
-        assert isinstance(result, float)
-        assert 0 <= result <= 1
+        assert not isinstance(result, RewardFailure)
+        assert 0 <= (result.total if isinstance(result, Score) else result) <= 1
 
 
 DATASETS = (
@@ -184,5 +187,5 @@ def test_the_known_answer_is_right_after_its_journey_as_json(dataset: str) -> No
     for prompt in prompts(ReasoningGymTask(dataset=dataset), "train", 5):
         answer = json.loads(prompt.answer)["entry"]["answer"]
         assert reward(prompt.text, f"<answer>{answer}</answer>", prompt.answer) == 1
-        assert graded_reward(prompt.text, f"<answer>{answer}</answer>", prompt.answer) == 1
+        assert sum(graded_reward(prompt.text, f"<answer>{answer}</answer>", prompt.answer).values()) == 1
         assert reward(prompt.text, "<answer>no</answer>", prompt.answer) == 0

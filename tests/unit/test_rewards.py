@@ -15,6 +15,7 @@ from asyncrl.config import Reward
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
 from asyncrl.rewards.pool import RewardPool, check_function
+from asyncrl.rewards.score import Score
 
 FUNCTIONS = '''
 import math, os, signal, subprocess, sys, time
@@ -55,6 +56,17 @@ def family(answer):
 def heavy(answer): return float("torch" in sys.modules or "ray" in sys.modules)
 def secrets(answer): return float(sum(name.endswith(("_TOKEN", "_KEY")) for name in os.environ))
 def path(answer): return float("PATH" in os.environ)
+def parts(answer): return {"right": 1, "format": float(answer)}
+def total(answer):
+    from asyncrl.rewards.score import Score
+    return Score(float(answer), {"tokens": 341})
+def nanpart(answer): return {"right": 1.0, "format": float("nan")}
+def textpart(answer): return {"right": "yes"}
+def badname(answer): return {"Right!": 1.0}
+def noparts(answer): return {}
+def many(answer): return {f"part_{i}": 1.0 for i in range(33)}
+def toolarge(answer): return {"a": 1e308, "b": 1e308}
+def huge(answer): return 10 ** 400
 '''
 
 
@@ -86,7 +98,7 @@ def inputs(samples: Sequence[str | tuple[str, str]]) -> list[RewardInput]:
     return [RewardInput("question", what, answer) for what, answer in pairs]
 
 
-def reasons(results: list[RewardResult]) -> list[float | str]:
+def reasons(results: list[RewardResult]) -> list[float | Score | str]:
     return [result.reason if isinstance(result, RewardFailure) else result for result in results]
 
 
@@ -117,6 +129,20 @@ def test_what_is_no_number_is_invalid(settings: Reward) -> None:
     assert reasons(results) == ["reward_invalid"] * 4 + [0.5]
     assert "returned nan" in str(results[0])
     assert "returned None; a reward must be a finite number" in str(results[3])
+
+
+def test_a_reward_may_have_parts(settings: Reward) -> None:
+    assert score(settings, ("parts", "0.25"), ("total", "7"), "good") == [
+        Score(1.25, {"right": 1.0, "format": 0.25}),
+        Score(7.0, {"tokens": 341.0}),
+        0.5,
+    ]
+
+
+def test_bad_parts_are_invalid_as_bad_numbers_are(settings: Reward) -> None:
+    results = score(settings, "nanpart", "textpart", "badname", "noparts", "many", "toolarge", "huge", "good")
+    assert reasons(results) == ["reward_invalid"] * 7 + [0.5]
+    assert all("a reward must be a finite number, or 1 to 32 of them as a dict" in str(each) for each in results[:7])
 
 
 def test_an_exception_costs_its_sample_only(settings: Reward) -> None:

@@ -47,7 +47,7 @@ function facts(sample) {
     h("div", null, h("dt", null, name), h("dd", null, value));
   const parts = Object.entries(sample.parts || {});
   return h("dl", { class: "facts" },
-    row("reward", number(sample.reward)), parts.map(([name, value]) => row(name, number(value))),
+    row("reward", number(sample.reward)), parts.map(([name, value]) => row("reward: " + name, number(value))),
     row("above its group's mean", sample.above === null ? null : (sample.above >= 0 ? "+" : "") + number(sample.above)),
     row("what became of it", sample.fate), row("tokens", number(sample.tokens)), row("ended by", sample.finish),
     row("oldest token", sample.age === null ? null : sample.age + (sample.age === 1 ? " version" : " versions") + " old"),
