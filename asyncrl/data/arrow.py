@@ -1,7 +1,7 @@
 """Trajectory <-> Arrow: one row per trajectory, plain types only, so any Arrow reader can query a run.
 
-A payload is one record-batch message without its schema. It is built from, and read back into, raw buffers: no token
-ever becomes a Python object. Whoever decodes a payload did not necessarily write it, so everything is checked.
+A payload is one record-batch message without its schema. It is built from, and read back into, raw buffers (`layout`):
+no token ever becomes a Python object. Whoever decodes a payload did not necessarily write it, so everything is checked.
 """
 
 import struct
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 import pyarrow
 
-from asyncrl.data import ipc
+from asyncrl.data import ipc, layout
 from asyncrl.data.parts import Parts, from_text, to_text
 from asyncrl.types import GIVEN, Finish, Floats, Ints, Segment, Slot, Trajectory
 
@@ -51,25 +51,16 @@ FINISHES: tuple[str, ...] = get_args(Finish)
 def encode(trajectory: Trajectory) -> bytes:
     """The payload of one trajectory. Empty segments vanish and neighbours of one version become one segment."""
     segments = trajectory.segments
-    versions = np.repeat(np.array([s.version for s in segments], np.int32), [len(s) for s in segments])
-    columns = [
-        _number(INT64, "<q", trajectory.slot.group),
-        _number(INT32, "<i", trajectory.slot.sample),
-        _text(trajectory.prompt),
-        _text(trajectory.engine),
-        _text(trajectory.precision),
-        _text(trajectory.finish),
-        _number(FLOAT64, "<d", trajectory.reward),
-        _number(FLOAT64, "<d", trajectory.started),
-        _number(FLOAT64, "<d", trajectory.finished),
-        _list(INTS, INT32, b"".join([s.token_bytes for s in segments])),
-        _list(FLOATS, FLOAT32, b"".join([s.logprob_bytes or bytes(len(s.token_bytes)) for s in segments])),
-        _list(INTS, INT32, versions.tobytes()),
-    ]
-    if trajectory.parts:
-        columns.append(_text(to_text(trajectory.parts)))
-    schema = PARTED if trajectory.parts else SCHEMA
-    return pa.RecordBatch.from_arrays(columns, schema=schema).serialize().to_pybytes()
+    versions = [struct.pack("<i", s.version) * len(s) for s in segments]
+    logprobs = [s.logprob_bytes or bytes(len(s.token_bytes)) for s in segments]
+    payload = layout.write(
+        trajectory.slot.group,
+        trajectory.slot.sample,
+        (trajectory.prompt, trajectory.engine, trajectory.precision, trajectory.finish),
+        (trajectory.reward, trajectory.started, trajectory.finished),
+        (b"".join([s.token_bytes for s in segments]), b"".join(logprobs), b"".join(versions)),
+    )
+    return _with_parts(payload, trajectory.parts) if trajectory.parts else payload
 
 
 class Row(NamedTuple):
@@ -100,30 +91,35 @@ class Row(NamedTuple):
 
 def read_row(payload: bytes) -> Row:
     """Check all of a payload, or raise ValueError with what is wrong with it."""
-    batch = _read_batch(payload)
+    found = layout.read(payload) or fields(read_batch(payload))
+    slot, runs = Slot(found.group, found.sample), _runs(found.versions)
+    parts = {} if found.parts is None else from_text(found.parts)
+    row = Row(slot, *found.texts, *found.numbers, found.tokens, found.logprobs, runs, parts)
+    if complaint := _complaint(row):
+        raise ValueError(f"trajectory of group {slot.group}, sample {slot.sample}: {complaint}")
+    return row
+
+
+def fields(batch: Any) -> layout.Fields:
+    """The row of a batch that Arrow has read."""
     if batch.num_rows != 1:
         raise ValueError(f"a trajectory payload holds one row, not {batch.num_rows}")
     # One call for the buffers of all columns: a Python object for each column would cost more than the rest.
     buffers = batch.to_struct_array().buffers()
     if any(buffers[i] is not None for i in BITMAPS if i < len(buffers)):
         raise ValueError("a trajectory payload holds no nulls, but this one has a validity bitmap")
-    row = Row(
-        slot=Slot(_as_number("<q", buffers[2]), _as_number("<i", buffers[4])),
-        prompt=_as_text(*buffers[6:8]),
-        engine=_as_text(*buffers[9:11]),
-        precision=_as_text(*buffers[12:14]),
-        finish=_as_text(*buffers[15:17]),
-        reward=_as_number("<d", buffers[18]),
-        started=_as_number("<d", buffers[20]),
-        finished=_as_number("<d", buffers[22]),
+    prompt, engine, precision, finish = (_as_text(*buffers[i : i + 2]) for i in (6, 9, 12, 15))
+    reward, started, finished = (_as_number("<d", buffers[i]) for i in (18, 20, 22))
+    return layout.Fields(
+        group=_as_number("<q", buffers[2]),
+        sample=_as_number("<i", buffers[4]),
+        texts=(prompt, engine, precision, finish),
+        numbers=(reward, started, finished),
         tokens=_as_array(np.int32, buffers[24], buffers[26]),
         logprobs=_as_array(np.float32, buffers[28], buffers[30]),
-        runs=_runs(_as_array(np.int32, buffers[32], buffers[34])),
-        parts=from_text(_as_text(*buffers[36:38])) if len(buffers) > 36 else {},
+        versions=_as_array(np.int32, buffers[32], buffers[34]),
+        parts=_as_text(*buffers[36:38]) if len(buffers) > 36 else None,
     )
-    if complaint := _complaint(row):
-        raise ValueError(f"trajectory of group {row.slot.group}, sample {row.slot.sample}: {complaint}")
-    return row
 
 
 def decode(payload: bytes) -> Trajectory:
@@ -153,27 +149,17 @@ def decode(payload: bytes) -> Trajectory:
 
 def read_table(payloads: Iterable[bytes]) -> Any:
     """Payloads as one table for SQL or Parquet; `parts` is null where a reward has none."""
-    tables = [PARTED.empty_table(), *(pa.Table.from_batches([_read_batch(payload)]) for payload in payloads)]
+    tables = [PARTED.empty_table(), *(pa.Table.from_batches([read_batch(payload)]) for payload in payloads)]
     return pa.concat_tables(tables, promote_options="default").combine_chunks()
 
 
-def _read_batch(payload: bytes) -> Any:
+def read_batch(payload: bytes) -> Any:
     return ipc.read_batch(payload, SCHEMA, "a trajectory payload", WIDER)
 
 
-def _number(kind: Any, form: str, value: float) -> Any:
-    return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(struct.pack(form, value))])
-
-
-def _text(value: str) -> Any:
-    data = value.encode()
-    return pa.Array.from_buffers(TEXT, 1, [None, pa.py_buffer(struct.pack("<ii", 0, len(data))), pa.py_buffer(data)])
-
-
-def _list(kind: Any, item: Any, data: bytes) -> Any:
-    items = pa.Array.from_buffers(item, len(data) // 4, [None, pa.py_buffer(data)])
-    offsets = pa.py_buffer(struct.pack("<ii", 0, len(data) // 4))
-    return pa.Array.from_buffers(kind, 1, [None, offsets], children=[items])
+def _with_parts(payload: bytes, parts: Parts) -> bytes:
+    columns = [*read_batch(payload).columns, pa.array([to_text(parts)])]
+    return pa.RecordBatch.from_arrays(columns, schema=PARTED).serialize().to_pybytes()
 
 
 def _as_number(form: str, data: Any) -> Any:

@@ -108,14 +108,19 @@ class CooperativeEngine(RequestSide[Job]):
         self._signal()
 
     async def _serve(self) -> None:
+        due = 0.0
         while True:
             while not self._work.is_set():  # it may be cleared again between waking and running
                 await self._work.wait()
             began = perf_counter()
+            if began - due > self._pace_seconds:  # after a rest, or so late that it is not caught up
+                due = began
             self._step()
-            self._busy_seconds += perf_counter() - began
+            ended = perf_counter()
+            self._busy_seconds += ended - began
             self._steps += 1
-            await asyncio.sleep(self._pace_seconds)
+            due += self._pace_seconds
+            await asyncio.sleep(max(0.0, due - ended))
 
     def _signal(self) -> None:
         if self._jobs and not self._paused:

@@ -5,6 +5,7 @@ models of what the actors do. `restart` is what `asyncrl resume` does after a cr
 are checked; the directory that is left is checked by the same audit as a user's run.
 """
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class World:
     def restart(self) -> None:
         """All processes end at once; the files stay. Some crashes tear the last write."""
         self.restarts += 1
-        self.buffer._unlock()  # pyright: ignore[reportPrivateUsage]
+        _let_go(self.buffer)
         for path in self.directory.glob("*.open"):
             if self.rng.random() < 0.3:
                 with path.open("ab") as file:
@@ -271,3 +272,12 @@ class World:
 
 
 def _ignore(_: object) -> None: ...
+
+
+def _let_go(buffer: Any) -> None:
+    """The kernel closes the files of a process that ends; without it many schedules run out of descriptors."""
+    buffer._unlock()
+    for log in (buffer._log, buffer._journal._log):
+        if log._file >= 0:
+            os.close(log._file)
+            log._file = -1

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.buffer.payloads import SCHEMA_HASH
+from asyncrl.data import arrow, layout
 from asyncrl.data.arrow import PARTED, SCHEMA, decode, encode, read_row, read_table
 from asyncrl.data.parts import NAME
 from asyncrl.types import GIVEN, Segment, Slot, Trajectory
@@ -58,6 +59,47 @@ def test_neighbours_of_one_version_become_one_segment_and_no_token_changes(item:
     assert back.logprobs.tobytes() == item.logprobs.tobytes()
     row = read_row(encode(item))
     assert (row.sampled_tokens, row.oldest_version) == (item.sampled_tokens, item.oldest_version)
+
+
+without_parts = trajectories.map(lambda item: msgspec.structs.replace(item, parts={}))
+
+
+def written_by_arrow(item: Trajectory) -> bytes:
+    row = {
+        "group": item.slot.group,
+        "sample": item.slot.sample,
+        "prompt": item.prompt,
+        "engine": item.engine,
+        "precision": item.precision,
+        "finish": item.finish,
+        "reward": item.reward,
+        "started": item.started,
+        "finished": item.finished,
+        "tokens": item.tokens,
+        "logprobs": item.logprobs,
+        "versions": item.versions,
+    }
+    return pa.RecordBatch.from_pylist([row], schema=SCHEMA).serialize().to_pybytes()
+
+
+@given(without_parts)
+def test_payloads_are_what_arrow_writes_and_both_ways_to_read_them_agree(item: Trajectory) -> None:
+    payload = encode(item)
+    assert payload == written_by_arrow(item)
+    found, arrows = layout.read(payload), arrow.fields(arrow.read_batch(payload))
+    assert found is not None
+    assert [np.array_equal(mine, its) for mine, its in zip(found, arrows, strict=True)] == [True] * len(found)
+
+
+@given(without_parts, st.data())
+def test_a_payload_with_another_byte_reads_as_arrow_reads_it(item: Trajectory, data: st.DataObject) -> None:
+    payload = bytearray(encode(item))
+    payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    if (found := layout.read(bytes(payload))) is not None:
+        arrows = arrow.fields(arrow.read_batch(bytes(payload)))
+        assert found[:3] == arrows[:3]
+        assert np.array_equal(found.numbers, arrows.numbers, equal_nan=True)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found[4:7], arrows[4:7], strict=True))
 
 
 def test_table_has_the_written_columns() -> None:
