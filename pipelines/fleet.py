@@ -14,7 +14,7 @@ from actors.rollout import RolloutActor
 from actors.scheduling import Resources
 from actors.spawn import Spawner
 from asyncrl.config import Run
-from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
+from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, from_rollouts, from_trainer
 from asyncrl.placement import Demand, Offer, demands
 from asyncrl.rundir import RunDirectory
 from pipelines.placement import expecting
@@ -38,8 +38,10 @@ async def place(
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
     engine = Resources(restarts=run.recovery.max_restarts).of(wanted["rollout"])
 
+    taught = drafter if from_rollouts(run.drafter) else None
+
     async def hire(name: str) -> RolloutActor:
-        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward)
+        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward, taught)
 
     names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
     async with asyncio.TaskGroup() as tasks:
@@ -51,7 +53,7 @@ async def place(
                 model_path,
                 directory.checkpoints.resolve(),
                 buffer,
-                drafter,
+                drafter if from_trainer(run.drafter) else None,
                 _busy_flag(directory) if drafter is not None else None,
                 timeout_s=backstop(run),
             )

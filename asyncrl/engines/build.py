@@ -1,6 +1,7 @@
 """From settings to an engine. Each engine is imported only when chosen."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config import Run
 from asyncrl.drafting.settings import DrafterSettings
@@ -10,14 +11,18 @@ from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import MissingDependencyError
 from asyncrl.precision.settings import numerics
 
+if TYPE_CHECKING:
+    from asyncrl.drafting.tapping import RolloutTap
 
-def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
+
+def build_engine(run: Run, model_path: Path, *, name: str, tap: "RolloutTap | None" = None) -> Engine:
+    """`tap`: where hidden states for a drafter go (native engine on a CPU)."""
     match run.engine:
         case NativeEngine():
             from asyncrl.engines.native.build import build_native
 
             precision, fp8 = run.rollout.precision, run.rollout.fp8
-            return build_native(model_path, run.engine, run.drafter, name=name, precision=precision, fp8=fp8)
+            return build_native(model_path, run.engine, run.drafter, name=name, precision=precision, fp8=fp8, tap=tap)
         case VllmEngine():
             return build_vllm(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
         case FakeEngine():

@@ -53,6 +53,19 @@ def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, m
 
 
 @pytest.mark.slow
+def test_a_head_learns_from_what_the_engine_gives(tmp_path: Path, model: Path):
+    """The rewards of a group are all equal here, so the trainer has nothing to learn from and makes no forward."""
+    file = tmp_path / "judge.py"
+    file.write_text("def reward(prompt, completion, answer):\n    return 1.0\n")
+    source = ("drafter.training.source=rollout", f"reward.function={file}:reward")
+    helpers.finish(helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, *source))
+    summary = helpers.summary(tmp_path)
+    assert summary["drafter"]["updates"] > 0
+    assert summary["drafter"]["version"] > 0, "no head was ever better than the fresh one"
+    assert summary["drafter"]["bytes_per_token"] > 0
+
+
+@pytest.mark.slow
 def test_a_drafter_on_ray_goes_on_after_a_kill(tmp_path: Path, model: Path, judge: str):
     process = helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, judge, "cluster=local", "steps=12")
     helpers.kill_after_step(process, tmp_path, 4)
