@@ -6,7 +6,7 @@ written. Finished answers of the same few milliseconds travel together, so that 
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,7 @@ from actors.reward import RewardActor
 from actors.trial import Trial
 from asyncrl.config import Run
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_engine
 from asyncrl.errors import EngineError, WeightSyncError
@@ -66,8 +67,9 @@ class RolloutActor:
         buffer: BufferActor,
         reward: RewardActor,
         drafter: DrafterActor | None = None,
+        learned: Sequence[Range] = (),
     ) -> None:
-        """`drafter`: whom hidden states of some answers are sent to."""
+        """`drafter`: whom hidden states of some answers are sent to; `learned` about drafting by an earlier engine."""
         self._run = run
         self._name = name
         self._buffer = buffer
@@ -75,7 +77,8 @@ class RolloutActor:
         self._tokenizer: Tokenizer = load_tokenizer(model_path)
         engines = max(run.rollout.replicas, run.elastic.max)
         self._hidden = None if drafter is None else HiddenRollouts(run, model_path, name, drafter, engines)
-        self._engine: Engine = build_engine(run, model_path, name=name, tap=self._hidden and self._hidden.tap)
+        tap = None if self._hidden is None else self._hidden.tap
+        self._engine: Engine = build_engine(run, model_path, name=name, tap=tap, learned=learned)
         self._outbox = Outbox(
             buffer,
             reward,
@@ -275,6 +278,9 @@ class RolloutActor:
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    async def learned(self) -> list[Range]:
+        return self._engine.learned()
 
     def situation(self) -> Situation:
         return self._activity.rollout_situation(self._engine.stats())

@@ -252,6 +252,6 @@ def _check_drafter(run: Run) -> None:
     if from_rollouts(run.drafter) and not (isinstance(run.engine, NativeEngine) and run.engine.device != "cuda"):
         kind = "vllm" if isinstance(run.engine, VllmEngine) else "native on a GPU"
         raise ConfigError(
-            f"drafter.training.source={run.drafter.training.source}: only engine=native on a CPU gives hidden states as "
-            f"it decodes, and not engine={kind}; use drafter.training.source=trainer"
+            f"drafter.training.source={run.drafter.training.source}: only engine=native on a CPU gives hidden states "
+            f"as it decodes, and not engine={kind}; use drafter.training.source=trainer"
         )

@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
+
 from actors import trainer_gang
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
@@ -14,6 +16,7 @@ from actors.rollout import RolloutActor
 from actors.scheduling import Resources
 from actors.spawn import Spawner
 from asyncrl.config import Run
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, from_rollouts, from_trainer
 from asyncrl.placement import Demand, Offer, demands
 from asyncrl.rundir import RunDirectory
@@ -41,7 +44,8 @@ async def place(
     taught = drafter if from_rollouts(run.drafter) else None
 
     async def hire(name: str) -> RolloutActor:
-        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward, taught)
+        learned = _learned(directory).get(name, [])
+        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward, taught, learned)
 
     names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
     async with asyncio.TaskGroup() as tasks:
@@ -86,6 +90,12 @@ async def _place_drafter(
     )
     await drafter.start()
     return drafter
+
+
+def _learned(directory: RunDirectory) -> dict[str, list[Range]]:
+    """What each engine knew about drafting when the run was last saved."""
+    path = directory.speculation
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Range]]) if path.exists() else {}
 
 
 def _busy_flag(directory: RunDirectory) -> Path:

@@ -97,7 +97,7 @@ class RolloutTap:
         seed: int,
         dtype: torch.dtype = SENT_DTYPE,
     ) -> None:
-        """`tokens` of each step are given by this engine: states at `layers` and at the end, each `hidden_size` wide."""
+        """`tokens` of a step are given by this engine: states at `layers` and at the end, each `hidden_size` wide."""
         self.layers, self.dtype = layers, dtype
         self._hidden_size, self._longest = hidden_size, settings.window_tokens
         self._budget = Budget(tokens, self._longest, seed)

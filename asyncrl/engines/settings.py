@@ -51,6 +51,9 @@ class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vll
     for large batches on a GPU."""
     eager: bool = False
     """Skip compilation and CUDA graphs: a faster start, slower decoding."""
+    full_graphs: bool = False
+    """Capture steps of any mix of query lengths as whole CUDA graphs, not only those that check the largest number of
+    drafted tokens: for a bandit that uses several. Needs FlashAttention 3; else vLLM goes back to its own choice."""
     quantization: Literal["none", "fp8"] = "none"
     """`fp8` quantizes the weights as they are loaded; needs a GPU."""
     kv_dtype: Literal["auto", "fp8"] = "auto"

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
 from actors.drafter import STATE
 from asyncrl.buffer.reader import read_run
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.checkpoint import load_head
 from asyncrl.models.config import read_config
 from asyncrl.rundir import read_events
@@ -87,3 +89,15 @@ def test_ngram_drafts_change_no_answer(tmp_path: Path, model: Path):
         answers.append({t.slot: t.tokens.tolist() for t in read_run(root / "run" / "trajectories")})
     assert answers[0] == answers[1]
     assert helpers.summary(tmp_path / "ngram")["acceptance_length_mean"] > 1
+
+
+@pytest.mark.slow
+def test_what_the_bandit_measured_survives_a_kill(tmp_path: Path, model: Path):
+    process = helpers.start(tmp_path, model, "drafter=ngram", "steps=8")
+    helpers.kill_after_step(process, tmp_path, 4)
+    saved = msgspec.json.decode((tmp_path / "run" / "speculation.json").read_bytes(), type=dict[str, list[Range]])
+    before = sum(arm.steps for here in saved["rollout-0"] for arm in here.arms)
+    assert before > 0
+    helpers.resume(tmp_path / "run")
+    rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
+    assert sum(arm["steps"] for arm in rows[5]["speculation"]) > before

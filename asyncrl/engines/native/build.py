@@ -1,14 +1,16 @@
 """From settings to the native engine on a CPU or on a GPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.settings import DrafterSettings, from_rollouts
 from asyncrl.drafting.tapping import RolloutTap
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.engine import NativeEngine
-from asyncrl.engines.native.speculation.build import has_trees
+from asyncrl.engines.native.speculation.build import build_chooser, has_trees
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.precision.settings import Fp8, numerics
@@ -23,12 +25,16 @@ def build_native(
     precision: str = "fp32",
     fp8: Fp8 | None = None,
     tap: RolloutTap | None = None,
+    learned: Sequence[Range] = (),
 ) -> Engine:
     found = numerics(precision, fp8 or Fp8())
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    chooser = build_chooser(drafter, learned)
     if not on_gpu(settings, drafter):
         torch.set_num_threads(settings.threads)
-        return NativeEngine(model_path, settings, drafter, name=name, dtype=dtype, numerics=found, tap=tap)
+        return NativeEngine(
+            model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser, tap=tap
+        )
     if found is not None:
         raise EngineError(
             f"rollout.precision={precision}: the native engine has no FP8 kernels for GPUs; use engine.device=cpu"
@@ -40,7 +46,7 @@ def build_native(
         )
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
-    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype)
+    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype, chooser=chooser)
 
 
 def on_gpu(settings: Settings, drafter: DrafterSettings) -> bool:

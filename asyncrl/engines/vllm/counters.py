@@ -9,11 +9,7 @@ class Counters:
     """Sums since the start of the engine."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.prefilled = 0
-        self.preempted = 0
-        self.drafts = 0
-        self.drafted = 0
+        self.steps = self.prefilled = self.preempted = self.drafts = self.drafted = 0
         self.accepted: list[int] = []
         """Accepted tokens by their position in the draft."""
 

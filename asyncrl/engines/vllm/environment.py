@@ -11,8 +11,6 @@ OWNER = "ASYNCRL_ENGINE_OWNER"
 SPECULATION = "ASYNCRL_ENGINE_SPECULATION"
 """What our scheduler inside vLLM has to know (scheduler.py), as JSON. Not in vLLM's own settings, because its cache of
 compiled code goes by these, and a folder in it is another one each time."""
-
-
 DOORS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "vLLM would unpickle what it is sent",
     "VLLM_SERVER_DEV_MODE": "vLLM would serve endpoints that run what they are sent",

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeGuard
 
 import msgspec
 from vllm import SamplingParams
-from vllm.config import WeightTransferConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 
@@ -33,6 +33,7 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
 
 def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
     settings = vllm_in(settings, precision)
+    graphs = {"cudagraph_mode": CUDAGraphMode.FULL} if settings.full_graphs and has_gpu() else {}
     most = settings.max_batch * settings.max_length  # a larger batch is an illegal memory access on a GPU in 0.26
     return AsyncEngineArgs(
         model=str(model),
@@ -51,6 +52,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         tensor_parallel_size=settings.tensor_parallel,
         distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
         enforce_eager=settings.eager,
+        compilation_config=CompilationConfig(**graphs),
         quantization=None if settings.quantization == "none" else settings.quantization,
         kv_cache_dtype=settings.kv_dtype,
         enable_prefix_caching=True,
@@ -74,11 +76,8 @@ def speculative_config(drafter: DrafterSettings, max_batch: int) -> dict[str, An
         case NoDrafter():
             return None
         case NgramDrafter():
-            method = {
-                "method": "ngram",
-                "prompt_lookup_min": drafter.min_match,
-                "prompt_lookup_max": drafter.max_match,
-            }
+            least, most = drafter.min_match, drafter.max_match
+            method = {"method": "ngram", "prompt_lookup_min": least, "prompt_lookup_max": most}
         case EagleDrafter(path=path):
             method = {"method": "eagle", "model": path}
         case Eagle3Drafter(path=path):
