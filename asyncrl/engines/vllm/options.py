@@ -33,7 +33,7 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
 
 def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
     settings = vllm_in(settings, precision)
-    graphs = {"cudagraph_mode": CUDAGraphMode.FULL} if settings.full_graphs and has_gpu() else {}
+    graphs: dict[str, Any] = {"cudagraph_mode": CUDAGraphMode.FULL} if settings.full_graphs and has_gpu() else {}
     most = settings.max_batch * settings.max_length  # a larger batch is an illegal memory access on a GPU in 0.26
     return AsyncEngineArgs(
         model=str(model),
