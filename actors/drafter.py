@@ -85,9 +85,10 @@ class DrafterActor:
     async def start(self) -> None:
         self._training = asyncio.create_task(self._train(), name="drafter")
 
-    async def collect(self, payload: bytes) -> None:
-        """Take windows of hidden states in."""
+    async def collect(self, payload: bytes, dropped: int = 0) -> None:
+        """Take windows of hidden states in; `dropped` were left behind since the last ones, as nobody took them."""
         self._states.add(decode(payload))
+        self._states.counters.dropped += dropped
 
     async def follow(self, manifest: WeightManifest) -> None:
         """The policy has moved: draft for its embedding and its output matrix from now on."""

@@ -6,7 +6,8 @@ written. Finished answers of the same few milliseconds travel together, so that 
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -14,12 +15,15 @@ import msgspec
 
 from actors.answering import Answer, Answering, random_stream
 from actors.buffer import BufferActor
+from actors.drafter import DrafterActor
+from actors.hidden_stream import HiddenRollouts
 from actors.notes import Notes
 from actors.outbox import Outbox, gather_seconds
 from actors.reward import RewardActor
 from actors.trial import Trial
 from asyncrl.config import Run
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_engine
 from asyncrl.errors import EngineError, WeightSyncError
@@ -56,14 +60,26 @@ class Judged(msgspec.Struct, frozen=True, array_like=True):
 class RolloutActor:
     """Owns one engine."""
 
-    def __init__(self, run: Run, model_path: Path, name: str, buffer: BufferActor, reward: RewardActor) -> None:
+    def __init__(
+        self,
+        run: Run,
+        model_path: Path,
+        name: str,
+        buffer: BufferActor,
+        reward: RewardActor,
+        drafter: DrafterActor | None = None,
+        learned: Sequence[Range] = (),
+    ) -> None:
+        """`drafter`: whom hidden states of some answers are sent to; `learned` about drafting by an earlier engine."""
         self._run = run
         self._name = name
         self._buffer = buffer
         self._reward = reward
         self._tokenizer: Tokenizer = load_tokenizer(model_path)
-        self._engine: Engine = build_engine(run, model_path, name=name)
         engines = max(run.rollout.replicas, run.elastic.max)
+        self._hidden = None if drafter is None else HiddenRollouts(run, model_path, name, drafter, engines)
+        tap = None if self._hidden is None else self._hidden.tap
+        self._engine: Engine = build_engine(run, model_path, name=name, tap=tap, learned=learned)
         self._outbox = Outbox(
             buffer,
             reward,
@@ -126,45 +142,46 @@ class RolloutActor:
             sampling=self._sampling(),
             seed=random_stream(self._run.seed, "train", slot.group, slot.sample),
         )
-        with self._trial.running(request.id):
-            try:
-                answer = await self._answering.converse(
-                    request,
-                    prompt,
-                    deadline,
-                    begun,
-                    slot,
-                    lambda waits: self._activity.stage(slot, "environment" if waits else "generate"),
-                )
-            except EngineError:
-                if self._engine.refusal:
-                    raise  # it is of no use any more: others have to go on with its answers
-                await self._buffer.fail(slot, "engine_error")
+        with self._offered(request):
+            with self._trial.running(request.id):
+                try:
+                    answer = await self._answering.converse(
+                        request,
+                        prompt,
+                        deadline,
+                        begun,
+                        slot,
+                        lambda waits: self._activity.stage(slot, "environment" if waits else "generate"),
+                    )
+                except EngineError:
+                    if self._engine.refusal:
+                        raise  # it is of no use any more: others have to go on with its answers
+                    await self._buffer.fail(slot, "engine_error")
+                    return
+                finally:
+                    self._answering.begun.pop(slot, None)
+                self._activity.stage(slot, "verdict")
+                spoiled = await self._trial.spoiled(request.id)
+            if spoiled:
+                await self._buffer.fail(slot, "unverified", answer.sampled_tokens)
                 return
-            finally:
-                self._answering.begun.pop(slot, None)
-            self._activity.stage(slot, "verdict")
-            spoiled = await self._trial.spoiled(request.id)
-        if spoiled:
-            await self._buffer.fail(slot, "unverified", answer.sampled_tokens)
-            return
-        if answer.failure is not None:
-            await self._buffer.fail(slot, answer.failure.reason, answer.sampled_tokens)
-            return
-        if answer.finish == "abort":
-            if answer.finished >= deadline:  # else the engine was closed, and a resumed run asks for it again
-                await self._buffer.fail(slot, "timeout", answer.sampled_tokens)
-            elif self._answering.leaving:
-                unfinished[slot] = answer.segments
-            return
-        await self._hand_in(slot, prompt, tokens, answer)
+            if answer.failure is not None:
+                await self._buffer.fail(slot, answer.failure.reason, answer.sampled_tokens)
+                return
+            if answer.finish == "abort":
+                if answer.finished >= deadline:  # else the engine was closed, and a resumed run asks for it again
+                    await self._buffer.fail(slot, "timeout", answer.sampled_tokens)
+                elif self._answering.leaving:
+                    unfinished[slot] = answer.segments
+                return
+            await self._hand_in(request, slot, prompt, answer)
 
-    async def _hand_in(self, slot: Slot, prompt: Prompt, tokens: tuple[int, ...], answer: Answer) -> None:
+    async def _hand_in(self, request: Request, slot: Slot, prompt: Prompt, answer: Answer) -> None:
         """To be scored and stored."""
         trajectory = Trajectory(
             slot=slot,
             prompt=prompt.uid,
-            segments=(Segment.given(tokens), *answer.segments),
+            segments=(Segment.given(request.tokens), *answer.segments),
             reward=0.0,
             finish=answer.finish,
             started=answer.started,
@@ -172,8 +189,13 @@ class RolloutActor:
             engine=self._name,
             precision=served_precision(self._run, self._served),
         )
+        if self._hidden is not None:
+            self._hidden.send(request.id, trajectory)
         self._activity.stage(slot, "reward")
         await self._outbox.hand_over(self._answering.reward_input(prompt, answer), trajectory)
+
+    def _offered(self, request: Request) -> AbstractContextManager[None]:
+        return nullcontext() if self._hidden is None else self._hidden.offered(request)
 
     def _sampling(self, *, greedy: bool = False) -> Sampling:
         rollout = self._run.rollout
@@ -254,6 +276,9 @@ class RolloutActor:
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    async def learned(self) -> list[Range]:
+        return self._engine.learned()
 
     def situation(self) -> Situation:
         return self._activity.rollout_situation(self._engine.stats())

@@ -10,14 +10,13 @@ import torch
 
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
-from actors.outbox import notice
+from actors.hidden_stream import HiddenStream
 from asyncrl.config import Run
 from asyncrl.data.arrow import decode
 from asyncrl.devices import give_way
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.spot import BusyFlag
-from asyncrl.drafting.windows import encode
 from asyncrl.engines.build import on_gpu, takes_adapters
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.precision.settings import carrier
@@ -80,12 +79,9 @@ class TrainerActor:
         self._writer = self._make_writer()
         self._consumed: list[int] = []
         self._samples_trained = 0
-        self._drafter = drafter
         self._busy = BusyFlag(busy) if busy is not None else None
-        self._sending: asyncio.Task[None] | None = None
         self._activity = Activity()
-        if drafter is not None:
-            self._learner.hidden = self._hidden_tap()
+        self._stream = None if drafter is None else self._tap_hidden(drafter)
 
     def _make_writer(self) -> Writer:
         weights = self._run.weights
@@ -102,24 +98,20 @@ class TrainerActor:
             delta=weights.delta,
         )
 
-    def _hidden_tap(self) -> HiddenTap:
-        drafter = self._run.drafter
-        assert isinstance(drafter, EagleDrafter | Eagle3Drafter)
-        taps = read_head_config(Path(drafter.path), self._learner.model_config).taps
-        return HiddenTap(drafter.training, taps, self._run.seed)
+    def _tap_hidden(self, drafter: DrafterActor) -> HiddenStream:
+        settings = self._run.drafter
+        assert isinstance(settings, EagleDrafter | Eagle3Drafter)
+        taps = read_head_config(Path(settings.path), self._learner.model_config).taps
+        self._learner.hidden = HiddenTap(settings.training, taps, self._run.seed)
+        return HiddenStream(drafter, settings.training.tokens_per_source)
 
     def _at_work(self) -> AbstractContextManager[None]:
         """A drafter that trains in idle time stops for as long as this lasts."""
         return self._busy.set() if self._busy is not None else nullcontext()
 
     def _send_hidden(self) -> None:
-        """To the drafter, without waiting; dropped while it still takes the last ones in."""
-        if self._drafter is None or self._learner.hidden is None:
-            return
-        windows = self._learner.hidden.drain()
-        if windows and (self._sending is None or self._sending.done()):
-            self._sending = asyncio.create_task(self._drafter.collect(encode(windows)))
-            self._sending.add_done_callback(notice)  # a dead drafter is the run's business
+        if self._stream is not None and self._learner.hidden is not None:
+            self._stream.send(self._learner.hidden.drain())
 
     def _source(self) -> Source:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.algorithms.settings import Algorithm, Correction, Grpo, Importance, Ppo, ReinforcePp
-from asyncrl.drafting.settings import DrafterSettings, NoDrafter
+from asyncrl.drafting.settings import DrafterSettings, NoDrafter, from_rollouts
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.environments.settings import Environment, check_environment
 from asyncrl.errors import ConfigError
@@ -251,3 +251,9 @@ def _check_drafter(run: Run) -> None:
     trees = [strategy for strategy in (run.drafter.strategy, *run.drafter.adaptive.strategies) if strategy.is_tree]
     if trees and isinstance(run.engine, VllmEngine):
         raise ConfigError(f"drafter.top_k={trees[0].top_k} drafts trees, which vLLM cannot check; use drafter.top_k=1")
+    if from_rollouts(run.drafter) and not (isinstance(run.engine, NativeEngine) and run.engine.device != "cuda"):
+        kind = "vllm" if isinstance(run.engine, VllmEngine) else "native on a GPU"
+        raise ConfigError(
+            f"drafter.training.source={run.drafter.training.source}: only engine=native on a CPU gives hidden states "
+            f"as it decodes, and not engine={kind}; use drafter.training.source=trainer"
+        )

@@ -39,6 +39,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.drafter = path / "drafter"
+        self.speculation = path / "speculation.json"
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":

@@ -181,6 +181,7 @@ class AsyncGrpo:
             self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
             begun = time.time()
             await self._fleet.trainer.save()
+            await self._recorder.learned(self._fleet)
             if self._fleet.drafter is not None:
                 await self._fleet.drafter.save()
             self._recorder.span("checkpoint", begun, step=steps_done)

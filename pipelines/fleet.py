@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
+
 from actors import trainer_gang
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
@@ -14,7 +16,8 @@ from actors.rollout import RolloutActor
 from actors.scheduling import Resources
 from actors.spawn import Spawner
 from asyncrl.config import Run
-from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
+from asyncrl.drafting.bandit import Range
+from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, from_rollouts, from_trainer
 from asyncrl.placement import Demand, Offer, demands
 from asyncrl.rundir import RunDirectory
 from pipelines.placement import expecting
@@ -38,8 +41,11 @@ async def place(
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
     engine = Resources(restarts=run.recovery.max_restarts).of(wanted["rollout"])
 
+    taught = drafter if from_rollouts(run.drafter) else None
+
     async def hire(name: str) -> RolloutActor:
-        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward)
+        learned = _learned(directory).get(name, [])
+        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward, taught, learned)
 
     names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
     async with asyncio.TaskGroup() as tasks:
@@ -51,7 +57,7 @@ async def place(
                 model_path,
                 directory.checkpoints.resolve(),
                 buffer,
-                drafter,
+                drafter if from_trainer(run.drafter) else None,
                 _busy_flag(directory) if drafter is not None else None,
                 timeout_s=backstop(run),
             )
@@ -84,6 +90,12 @@ async def _place_drafter(
     )
     await drafter.start()
     return drafter
+
+
+def _learned(directory: RunDirectory) -> dict[str, list[Range]]:
+    """What each engine knew about drafting when the run was last saved."""
+    path = directory.speculation
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Range]]) if path.exists() else {}
 
 
 def _busy_flag(directory: RunDirectory) -> Path:

@@ -18,7 +18,9 @@ from actors.trainer import Accumulated
 from asyncrl.config import Run
 from asyncrl.data.parts import reward_parts
 from asyncrl.data.tables import read_table
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.gain import Notice, net_gain
+from asyncrl.drafting.settings import NoDrafter
 from asyncrl.errors import ActorError
 from asyncrl.flow.controller import Decision
 from asyncrl.insight.environment import resident_bytes
@@ -148,6 +150,17 @@ class Recorder:
                 found[name] = await rollout.stats()
                 self._count(name, found[name])
         return found
+
+    async def learned(self, fleet: Fleet) -> None:
+        """What the engines have measured about drafting, for those that come after them."""
+        if isinstance(self._run.drafter, NoDrafter):
+            return
+        found: dict[str, list[Range]] = {}
+        for name, rollout in list(fleet.engines.items()):
+            with suppress(ActorError):
+                found[name] = await rollout.learned()
+        if any(found.values()):
+            replace(self._directory.speculation, msgspec.json.encode(found))
 
     def _count(self, name: str, stats: EngineStats) -> None:
         if stats.generated_tokens < self._generated[name]:

@@ -14,6 +14,7 @@ counted. The share of an arm falls with the sixth power of its rate relative to 
 """
 
 import math
+from collections.abc import Sequence
 from random import Random
 from statistics import mean
 
@@ -80,13 +81,15 @@ class Range(msgspec.Struct):
 
 
 class Bandit:
-    def __init__(self, drafter: Drafting, seed: int) -> None:
+    def __init__(self, drafter: Drafting, seed: int, learned: Sequence[Range] = ()) -> None:
+        """`learned` by an earlier one (`state`) is taken over where ranges and strategies are the same."""
         self._settings = drafter.adaptive
         self._random = Random(seed)
         self._ranges = [
             Range(first=first, arms=[Arm(strategy) for strategy in strategies(drafter)])
             for first in drafter.adaptive.ranges
         ]
+        self._restore(learned)
         self._counted: Strategy | None = None
         self._settled = 0
 
@@ -134,9 +137,8 @@ class Bandit:
         """All that was learned; msgspec can encode it."""
         return self._ranges
 
-    def restore(self, state: list[Range]) -> None:
-        """Go on with what an earlier bandit learned, where ranges and strategies are the same."""
-        old = {here.first: here for here in state}
+    def _restore(self, learned: Sequence[Range]) -> None:
+        old = {here.first: here for here in learned}
         for index, here in enumerate(self._ranges):
             before = old.get(here.first)
             if before and [arm.strategy for arm in before.arms] == [arm.strategy for arm in here.arms]:

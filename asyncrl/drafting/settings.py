@@ -1,5 +1,7 @@
 """What drafting, its training and its choice of strategies can be set to."""
 
+from typing import Literal, TypeGuard
+
 from asyncrl.settings import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
 
 
@@ -56,6 +58,9 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
 
     on: bool = True
     """Off: the head stays as it was loaded."""
+    source: Literal["trainer", "rollout", "both"] = "trainer"
+    """Who gives hidden states: the trainer of every answer that it learns from, or the native engine on a CPU while it
+    decodes, also of groups whose rewards are all equal, which no trainer looks at. Both: half of them each."""
     spot: bool = True
     """Train only while the policy's trainer waits, at the lowest priority; off: all the time."""
     lr: AboveZero = 3e-3
@@ -79,6 +84,13 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
     """Share of the windows that judge a head and are not trained on."""
     publish_every: AboveZero = 2.0
     """Seconds of training between two looks at whether the head has become better than the published one."""
+
+    def source_is(self, source: Literal["trainer", "rollout"]) -> bool:
+        return self.on and self.source in (source, "both")
+
+    @property
+    def tokens_per_source(self) -> int:
+        return self.tokens_per_step // (2 if self.source == "both" else 1)
 
 
 class NoDrafter(Settings, frozen=True, kw_only=True, tag_field="type", tag="none"):
@@ -142,3 +154,13 @@ class Eagle3Drafter(_Head, frozen=True, kw_only=True, tag="eagle3"):
 
 HeadDrafter = EagleDrafter | Eagle3Drafter
 DrafterSettings = NoDrafter | NgramDrafter | EagleDrafter | Eagle3Drafter
+
+
+def from_trainer(drafter: DrafterSettings) -> bool:
+    """Whether the trainer gives hidden states to a drafter."""
+    return isinstance(drafter, EagleDrafter | Eagle3Drafter) and drafter.training.source_is("trainer")
+
+
+def from_rollouts(drafter: DrafterSettings) -> TypeGuard[HeadDrafter]:
+    """Whether the engines do."""
+    return isinstance(drafter, EagleDrafter | Eagle3Drafter) and drafter.training.source_is("rollout")

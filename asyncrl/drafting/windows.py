@@ -32,6 +32,8 @@ COLUMNS = {
     "taps": BYTES,
 }
 SCHEMA: Any = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
+SENT_DTYPE = torch.bfloat16
+"""Of windows that travel: half the bytes, and more than a drafter needs."""
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

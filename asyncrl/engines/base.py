@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Literal, Protocol
 
+from asyncrl.drafting.bandit import Range
 from asyncrl.types import Delta, EngineStats, Request, WeightAck, WeightManifest
 
 OnUpdate = Literal["keep", "recompute"]
@@ -50,6 +51,10 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    def learned(self) -> list[Range]:
+        """What was measured about drafting, for an engine after this one to begin with; empty where nothing was."""
+        ...
 
     async def close(self) -> None:
         """Abort what runs, release memory and end; idempotent."""

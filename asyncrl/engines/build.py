@@ -1,8 +1,11 @@
 """From settings to an engine. Each engine is imported only when chosen."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config import Run
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.settings import DrafterSettings
 from asyncrl.engines.base import Engine
 from asyncrl.engines.settings import FakeEngine, NativeEngine, VllmEngine
@@ -10,16 +13,31 @@ from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import MissingDependencyError
 from asyncrl.precision.settings import numerics
 
+if TYPE_CHECKING:
+    from asyncrl.drafting.tapping import RolloutTap
 
-def build_engine(run: Run, model_path: Path, *, name: str) -> Engine:
+
+def build_engine(
+    run: Run, model_path: Path, *, name: str, tap: "RolloutTap | None" = None, learned: Sequence[Range] = ()
+) -> Engine:
+    """`tap`: where hidden states for a drafter go (native engine on a CPU); `learned` by an engine before this one."""
     match run.engine:
         case NativeEngine():
             from asyncrl.engines.native.build import build_native
 
-            precision, fp8 = run.rollout.precision, run.rollout.fp8
-            return build_native(model_path, run.engine, run.drafter, name=name, precision=precision, fp8=fp8)
+            return build_native(
+                model_path,
+                run.engine,
+                run.drafter,
+                name=name,
+                precision=run.rollout.precision,
+                fp8=run.rollout.fp8,
+                tap=tap,
+                learned=learned,
+            )
         case VllmEngine():
-            return build_vllm(model_path, run.engine, run.drafter, name=name, precision=run.rollout.precision)
+            precision = run.rollout.precision
+            return build_vllm(model_path, run.engine, run.drafter, name=name, precision=precision, learned=learned)
         case FakeEngine():
             from asyncrl.engines.fake import FakeEngine as Fake
 
@@ -46,11 +64,17 @@ def on_gpu(run: Run) -> bool:
 
 
 def build_vllm(
-    model_path: Path, settings: VllmEngine, drafter: DrafterSettings, *, name: str, precision: str = "fp32"
+    model_path: Path,
+    settings: VllmEngine,
+    drafter: DrafterSettings,
+    *,
+    name: str,
+    precision: str = "fp32",
+    learned: Sequence[Range] = (),
 ) -> Engine:
     if wrong := versions.problem(versions.installed()):
         raise MissingDependencyError(wrong)
     environment.prepare(settings)  # vLLM reads some of it when it is imported
     from asyncrl.engines.vllm.engine import VllmEngine as Vllm
 
-    return Vllm(model_path, settings, drafter, name=name, precision=precision)
+    return Vllm(model_path, settings, drafter, name=name, precision=precision, learned=learned)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
 
+from asyncrl.drafting.bandit import Range
 from asyncrl.errors import EngineError
 from asyncrl.types import Delta, Finish, Request, Segment
 
@@ -64,6 +65,9 @@ class RequestSide(ABC, Generic[JobT]):
         self._check(request)
         job = self._jobs[request.id] = self._begin(request)
         return self._stream(job)
+
+    def learned(self) -> list[Range]:
+        return []
 
     async def abort(self, request_id: str) -> None:
         job = self._jobs.get(request_id)

@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.checkpoint import head_tensors, save_head
 from asyncrl.drafting.heads import Head, Kind
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter, Strategy
 from asyncrl.engines.fake import FakeEngine
+from asyncrl.engines.native.build import build_native
 from asyncrl.engines.native.engine import NativeEngine
 from asyncrl.engines.native.sampling import Purpose, draw, stream_starts, uniforms_at
 from asyncrl.engines.native.speculation.ngram import Group
@@ -311,17 +314,20 @@ def test_engines_without_a_head_refuse_one(tmp_path: Path) -> None:
         writer.close()
 
 
-def test_the_bandit_chooses_and_reports(tmp_path: Path) -> None:
+def test_the_bandit_chooses_and_reports_and_the_next_one_goes_on(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
+    drafter = NgramDrafter(min_match=1)
 
-    async def run() -> EngineStats:
-        async with serving(
-            NativeEngine(tmp_path, NativeSettings(), NgramDrafter(min_match=1), name="native")
-        ) as engine:
+    async def run() -> tuple[EngineStats, list[Range]]:
+        async with serving(build_native(tmp_path, NativeSettings(), drafter, name="native")) as engine:
             await collect(engine, ask("a", PROMPT, temperature=0.0, max_tokens=300))
-            return engine.stats()
+            return engine.stats(), engine.learned()
 
-    stats = asyncio.run(run())
+    stats, learned = asyncio.run(run())
+    saved = msgspec.json.decode(msgspec.json.encode(learned), type=list[Range])
+    after = build_native(tmp_path, NativeSettings(), drafter, name="after", learned=saved)
+    assert after.stats().speculation == stats.speculation
+    assert after.learned() == learned
     assert {arm.depth for arm in stats.speculation} >= {0, 1}
     assert all(arm.batch == 1 and arm.tokens_per_second > 0 for arm in stats.speculation)
     assert stats.drafts < stats.steps, "plain decoding is measured too"

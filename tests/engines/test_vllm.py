@@ -20,7 +20,7 @@ from asyncrl.engines.build import build_vllm
 from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm import versions
 from asyncrl.errors import EngineError
-from asyncrl.types import EngineStats
+from asyncrl.types import EngineStats, SpeculationArm
 from asyncrl.weights.shared_memory import SharedMemoryWriter
 from pipelines import plan
 from pipelines.compose import compose
@@ -149,8 +149,20 @@ def test_the_bandit_tries_every_depth_and_changes_no_answer(tmp_path: Path, draf
             before = engine.stats().drafted_tokens
             await collect(engine, ask("plain", REPEATING, temperature=0.0, max_tokens=50))
             assert engine.stats().drafted_tokens == before, "no drafts when none are wanted"
+            after = build_vllm(tmp_path / "target", TINY, drafter, name="after", learned=engine.learned())
+            assert after.stats().speculation == (), "its bandit says what it measured when it is there"
+            assert _begun(after) == engine.stats().speculation
+            await after.close()
 
     asyncio.run(scenario())
+
+
+def _begun(engine: Engine) -> tuple[SpeculationArm, ...]:
+    """What the bandit knows that would be made in vLLM's process."""
+    from asyncrl.engines.vllm.scheduler import Meter
+
+    speculation = engine._speculation  # type: ignore[attr-defined]
+    return Meter(speculation)._bandit.report()  # pyright: ignore[reportPrivateUsage]
 
 
 async def _measured(engine: Engine) -> EngineStats:

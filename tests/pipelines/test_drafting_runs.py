@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
 from actors.drafter import STATE
 from asyncrl.buffer.reader import read_run
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.checkpoint import load_head
 from asyncrl.models.config import read_config
 from asyncrl.rundir import read_events
@@ -53,6 +55,19 @@ def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, m
 
 
 @pytest.mark.slow
+def test_a_head_learns_from_what_the_engine_gives(tmp_path: Path, model: Path):
+    """The rewards of a group are all equal here, so the trainer has nothing to learn from and makes no forward."""
+    file = tmp_path / "judge.py"
+    file.write_text("def reward(prompt, completion, answer):\n    return 1.0\n")
+    source = ("drafter.training.source=rollout", f"reward.function={file}:reward")
+    helpers.finish(helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, *source))
+    summary = helpers.summary(tmp_path)
+    assert summary["drafter"]["updates"] > 0
+    assert summary["drafter"]["version"] > 0, "no head was ever better than the fresh one"
+    assert summary["drafter"]["bytes_per_token"] > 0
+
+
+@pytest.mark.slow
 def test_a_drafter_on_ray_goes_on_after_a_kill(tmp_path: Path, model: Path, judge: str):
     process = helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, judge, "cluster=local", "steps=12")
     helpers.kill_after_step(process, tmp_path, 4)
@@ -74,3 +89,15 @@ def test_ngram_drafts_change_no_answer(tmp_path: Path, model: Path):
         answers.append({t.slot: t.tokens.tolist() for t in read_run(root / "run" / "trajectories")})
     assert answers[0] == answers[1]
     assert helpers.summary(tmp_path / "ngram")["acceptance_length_mean"] > 1
+
+
+@pytest.mark.slow
+def test_what_the_bandit_measured_survives_a_kill(tmp_path: Path, model: Path):
+    process = helpers.start(tmp_path, model, "drafter=ngram", "steps=8")
+    helpers.kill_after_step(process, tmp_path, 4)
+    saved = msgspec.json.decode((tmp_path / "run" / "speculation.json").read_bytes(), type=dict[str, list[Range]])
+    before = sum(arm.steps for here in saved["rollout-0"] for arm in here.arms)
+    assert before > 0
+    helpers.resume(tmp_path / "run")
+    rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
+    assert sum(arm["steps"] for arm in rows[5]["speculation"]) > before

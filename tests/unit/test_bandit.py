@@ -143,12 +143,10 @@ def test_what_was_learned_survives_a_restart() -> None:
     bandit = Bandit(DRAFTER, 0)
     run(bandit, engine, 8, 500)
     saved = msgspec.json.encode(bandit.state())
-    other = Bandit(DRAFTER, 1)
-    other.restore(msgspec.json.decode(saved, type=list[Range]))
+    other = Bandit(DRAFTER, 1, msgspec.json.decode(saved, type=list[Range]))
     assert other.report() == bandit.report()
     assert run(other, engine, 8, 200).count(6) > 150, "nothing is tried from the beginning"
-    changed = Bandit(EagleDrafter(tokens=4), 0)
-    changed.restore(msgspec.json.decode(saved, type=list[Range]))
+    changed = Bandit(EagleDrafter(tokens=4), 0, msgspec.json.decode(saved, type=list[Range]))
     assert changed.report() == (), "figures of other strategies say nothing"
 
 

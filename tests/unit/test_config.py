@@ -68,6 +68,17 @@ def test_derived_numbers() -> None:
         ({"name": "../x"}, "name='../x' must be a plain directory name"),
         ({"name": ""}, "name='' must be a plain directory name"),
         ({"flow": {"groups_per_take": 9, "groups_per_step": 8}}, "lower flow.groups_per_take"),
+        (
+            {"engine": {"type": "vllm"}, "drafter": {"type": "eagle3", "training": {"source": "rollout"}}},
+            "gives hidden states as it decodes, and not engine=vllm; use drafter.training.source=trainer",
+        ),
+        (
+            {
+                "engine": {"type": "native", "device": "cuda"},
+                "drafter": {"type": "eagle", "training": {"source": "both"}},
+            },
+            "drafter.training.source=both: only engine=native on a CPU",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_way_out(raw: dict[str, Any], said: str) -> None:

@@ -1,13 +1,16 @@
 """From settings to the native engine on a CPU or on a GPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from asyncrl.drafting.settings import DrafterSettings
+from asyncrl.drafting.bandit import Range
+from asyncrl.drafting.settings import DrafterSettings, from_rollouts
+from asyncrl.drafting.tapping import RolloutTap
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.engine import NativeEngine
-from asyncrl.engines.native.speculation.build import has_trees
+from asyncrl.engines.native.speculation.build import build_chooser, has_trees
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.precision.settings import Fp8, numerics
@@ -21,28 +24,38 @@ def build_native(
     name: str,
     precision: str = "fp32",
     fp8: Fp8 | None = None,
+    tap: RolloutTap | None = None,
+    learned: Sequence[Range] = (),
 ) -> Engine:
     found = numerics(precision, fp8 or Fp8())
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    chooser = build_chooser(drafter, learned)
     if not on_gpu(settings, drafter):
         torch.set_num_threads(settings.threads)
-        return NativeEngine(model_path, settings, drafter, name=name, dtype=dtype, numerics=found)
+        return NativeEngine(
+            model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser, tap=tap
+        )
     if found is not None:
         raise EngineError(
             f"rollout.precision={precision}: the native engine has no FP8 kernels for GPUs; use engine.device=cpu"
         )
+    if tap is not None:
+        raise EngineError(
+            "on a GPU the native engine's hidden states do not leave its captured graphs; use "
+            "drafter.training.source=trainer, or engine.device=cpu"
+        )
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
-    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype)
+    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype, chooser=chooser)
 
 
 def on_gpu(settings: Settings, drafter: DrafterSettings) -> bool:
-    """Trees of drafts need the CPU: `auto` goes there with them."""
+    """Trees of drafts, and hidden states for a drafter's training, need the CPU: `auto` goes there with them."""
     if settings.device == "cpu":
         return False
     found = torch.cuda.is_available()
     if settings.device == "auto":
-        return found and not has_trees(drafter)
+        return found and not has_trees(drafter) and not from_rollouts(drafter)
     if not found:
         raise EngineError("engine.device=cuda, but torch finds no GPU; use engine.device=cpu or auto")
     return True

@@ -3,19 +3,22 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.drafting.tapping import RolloutTap
 from asyncrl.engines.native.cache import KvCache
 from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
 from asyncrl.engines.native.published import Receiver, load_adapters, load_published
-from asyncrl.engines.native.sampling import sample
+from asyncrl.engines.native.sampling import Column, sample
 from asyncrl.engines.native.scheduler import Step
 from asyncrl.engines.native.slots import Ended, SlotTable
+from asyncrl.engines.native.tapping import Watch, watch
 from asyncrl.errors import WeightSyncError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.decoder import Tensors
+from asyncrl.models.decoder import Taps, Tensors
 from asyncrl.models.head import fp32_product
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.norm import NormScale
@@ -79,21 +82,50 @@ class Outcome(NamedTuple):
     """Not a number if any log-probability is none."""
 
 
+class States(NamedTuple):
+    """What a step has computed of its flat tokens."""
+
+    hidden_T_E: Tensor
+    """As `Policy.logits` takes them."""
+    taps: list[Tensor]
+    watch: Watch | None
+
+
 class Decoding(NamedTuple):
     """What every step works on."""
 
     policy: Policy
     cache: KvCache
     slots: SlotTable
+    tap: RolloutTap | None = None
 
     def plain(self, step: Step) -> Outcome:
         """Every row that catches up gets one token."""
         policy, slots = self.policy, self.slots
         rows = slots.count
-        attend = self.cache.attend(step.layout)
-        hidden_N_E = policy.tensors.forward(torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T), attend)
+        states = self.target(step)
         uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
-        token_N_1, logprob_N_1 = sample(policy.logits(hidden_N_E), slots.settings(), uniform_N_1)
+        token_N_1, logprob_N_1 = sample(policy.logits(states.hidden_T_E[:rows]), slots.settings(), uniform_N_1)
         logprob_N = logprob_N_1.numpy()[:, 0]
         sampled, ended = slots.record(step.end_N, token_N_1.numpy()[:, 0], logprob_N)
+        self.give(step, states)
         return Outcome(sampled, len(step.tokens_T) - sampled, ended, float(logprob_N.sum()))
+
+    def target(self, step: Step, wanted: tuple[int, ...] | None = None) -> States:
+        """The policy over the tokens of a step; `wanted` are places in the residual stream, () is the end of all."""
+        found = watch(self.tap, self.slots.jobs)
+        if found is not None:
+            wanted = found.tap.layers
+        taps = Taps(wanted) if wanted else None
+        attend = self.cache.attend(step.layout._replace(all_chunks=wanted == () or found is not None))
+        tokens_T, positions_T = torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T)
+        hidden_T_E = self.policy.tensors.forward(tokens_T, positions_T, attend, taps)
+        return States(hidden_T_E, taps.found_T_E if taps is not None else [], found)
+
+    def give(self, step: Step, states: States, path_N_W: Column | None = None) -> None:
+        """To the drafter, what a recorded step has computed of tapped answers."""
+        if states.watch is not None:
+            found = states.watch.stretches(self.slots, step, path_N_W)
+            place = torch.from_numpy(np.concatenate([stretch.place for stretch in found]))
+            hidden_X_E = self.policy.final(states.hidden_T_E[place])
+            states.watch.keep(found, torch.cat([hidden_X_E, *(tap_T_E[place] for tap_T_E in states.taps)], -1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.drafting.settings import DrafterSettings, EagleDrafter, NoDrafter
+from asyncrl.drafting.tapping import RolloutTap
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job
 from asyncrl.engines.native.cache import KvCache
@@ -43,15 +44,20 @@ class NativeEngine(RowEngine):
         dtype: torch.dtype = torch.float32,
         numerics: Numerics | None = None,
         chooser: Chooser | None = None,
+        tap: RolloutTap | None = None,
     ) -> None:
+        """`tap` gets hidden states of the answers that it names."""
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
         self._model_path, self._dtype, self._numerics = model_path, dtype, numerics
         self._drafter_version = 0
+        self._tap = tap
 
     async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
         self._require_serving(f"weights of version {manifest.version}")
         digest = self._decoding.policy.load(manifest, Receiver(self.name, f"version {self._version}", "model"))
         self._switch_version(manifest.version)
+        if self._tap is not None:
+            self._tap.begin_step(manifest.version)
         self._scheduler.forget_prompts()
         again = self._scheduler.recompute() if on_update == "recompute" else 0
         self._reprefilled += again
@@ -78,7 +84,7 @@ class NativeEngine(RowEngine):
         slots = SlotTable(rows, settings.max_length, drafts)
         self._serve_model(policy.config.vocabulary, slots)
         caches = [cache] if self._head is None else [cache, self._head.cache]
-        self._decoding = Decoding(policy, cache, slots)
+        self._decoding = Decoding(policy, cache, slots, self._tap)
         self._scheduler = Scheduler(slots, caches, self._waiting, rows, settings.prefill_chunk)
         self._speculator = None
         if drafts is not None and source is not None:

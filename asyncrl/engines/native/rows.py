@@ -2,6 +2,7 @@
 
 from math import isnan
 
+from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.settings import DrafterSettings, Strategy
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.native.slots import Ended, SlotTable
@@ -43,6 +44,9 @@ class RowEngine(CooperativeEngine):
             accepted_by_position=tuple(tally.accepted),
             speculation=self._chooser.report(),
         )
+
+    def learned(self) -> list[Range]:
+        return self._chooser.learned()
 
     def _serve_model(self, vocabulary: int, slots: SlotTable) -> None:
         """What `_open` found."""

@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from math import isfinite
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -23,6 +24,8 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from asyncrl.drafting.bandit import Range
+from asyncrl.drafting.exchange import Report, Speculation
 from asyncrl.drafting.settings import DrafterSettings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.requests import Pending, RequestSide
@@ -30,7 +33,6 @@ from asyncrl.engines.settings import VllmEngine as Settings
 from asyncrl.engines.vllm.counters import Counters
 from asyncrl.engines.vllm.environment import SPECULATION
 from asyncrl.engines.vllm.options import engine_args, is_adaptive, sampling_params, within
-from asyncrl.engines.vllm.scheduler import Speculation
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.types import EngineStats, Finish, Request, Segment, WeightAck, WeightManifest
 
@@ -66,13 +68,16 @@ class VllmEngine(RequestSide[_Job]):
         name: str,
         version: int = 0,
         precision: str = "fp32",
+        learned: Sequence[Range] = (),
     ) -> None:
         super().__init__(name, version)
         self._settings = within(settings, model_path)
         self._args = engine_args(model_path, self._settings, drafter, precision)
         self._speculation: Speculation | None = None
         if is_adaptive(drafter):
-            self._speculation = Speculation(drafter=drafter, folder=tempfile.mkdtemp(prefix="asyncrl-speculation-"))
+            folder = tempfile.mkdtemp(prefix="asyncrl-speculation-")
+            self._speculation = Speculation(drafter=drafter, folder=folder)
+            self._speculation.write("report", Report(learned=learned))
         self._counters = Counters()
         self._llm: AsyncLLM | None = None
         self._processes: list[BaseProcess] = []
@@ -193,6 +198,9 @@ class VllmEngine(RequestSide[_Job]):
             accepted_by_position=tuple(self._counters.accepted),
             speculation=self._speculation.report().arms if self._speculation else (),
         )
+
+    def learned(self) -> list[Range]:
+        return list(self._speculation.report().learned) if self._speculation else []
 
     async def force_depth(self, depth: int | None) -> None:
         """Draft so many tokens in every step; None: the bandit chooses again. Waits for the next steps to do so."""

@@ -2,12 +2,11 @@
 
 vLLM takes a scheduler of ours by its argument `scheduler_cls`. Its own one reads the number of tokens from
 `dynamic_sd_lookup`, by the number of requests in the step; ours replaces that table before each step. Figures reach our
-engine, and orders come back, by two small files, which works wherever vLLM puts its workers.
+engine, and orders come back, through `asyncrl.drafting.exchange`.
 """
 
 import logging
 import os
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,58 +19,20 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
 from asyncrl.drafting.bandit import Bandit, strategies
-from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, NgramDrafter
+from asyncrl.drafting.exchange import Report, Speculation
 from asyncrl.engines.vllm.environment import SPECULATION
-from asyncrl.types import SpeculationArm
 
 EXCHANGE_S = 0.5
 """Between two looks at the files."""
 log = logging.getLogger(__name__)
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What the scheduler says."""
-
-    arms: tuple[SpeculationArm, ...] = ()
-    depth: int | None = None
-    """The one that it was told to use; None: the bandit chooses."""
-
-
-class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler has to know, and the folder in which it and our engine write to each other."""
-
-    drafter: NgramDrafter | EagleDrafter | Eagle3Drafter
-    folder: str
-    seed: int = 0
-
-    def say(self, report: Report) -> None:
-        self._write("report", msgspec.json.encode(report))
-
-    def report(self) -> Report:
-        path = Path(self.folder, "report")
-        return msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report()
-
-    def order(self, depth: int | None) -> None:
-        """Draft so many tokens in every step; None: the bandit chooses."""
-        self._write("depth", msgspec.json.encode(depth))
-
-    def ordered(self) -> int | None:
-        path = Path(self.folder, "depth")
-        return msgspec.json.decode(path.read_bytes(), type=int | None) if path.exists() else None
-
-    def _write(self, name: str, content: bytes) -> None:
-        """Whole or not at all, for whoever reads meanwhile."""
-        draft = Path(self.folder, f"{name}.new")
-        draft.write_bytes(content)
-        draft.rename(draft.with_suffix(""))
-
-
-class _Meter:
+class Meter:
     """The bandit's eyes and hands in a scheduler."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
-        self._bandit = Bandit(speculation.drafter, speculation.seed)
+        self._bandit = Bandit(speculation.drafter, 0, speculation.report().learned)
         self._by_depth = {strategy.depth: strategy for strategy in strategies(speculation.drafter)}
         self._ordered: int | None = None
         self._ended: float | None = None
@@ -98,13 +59,13 @@ class _Meter:
     def _exchange(self, now: float) -> None:
         self._exchanged = now
         self._ordered = self._speculation.ordered()
-        self._speculation.say(Report(self._bandit.report(), self._ordered))
+        self._speculation.write("report", Report(self._bandit.report(), self._ordered, self._bandit.state()))
 
 
 class AdaptiveScheduler(Scheduler):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._meter: _Meter | None = None
+        self._meter: Meter | None = None
         if self.dynamic_sd_lookup is None:
             log.warning(
                 "drafter.adaptive.on=true is not possible here, as vLLM has switched off its dynamic speculation: "
@@ -112,7 +73,7 @@ class AdaptiveScheduler(Scheduler):
                 self.num_spec_tokens,
             )
         else:
-            self._meter = _Meter(msgspec.json.decode(os.environ[SPECULATION], type=Speculation))
+            self._meter = Meter(msgspec.json.decode(os.environ[SPECULATION], type=Speculation))
 
     def schedule(self, *args: Any, **settings: Any) -> SchedulerOutput:
         if self._meter is not None:

@@ -1,8 +1,9 @@
 """From a drafter's settings to what speculation needs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.drafting.bandit import PLAIN, Bandit, strategies
+from asyncrl.drafting.bandit import PLAIN, Bandit, Range, strategies
 from asyncrl.drafting.checkpoint import fresh_head, load_head
 from asyncrl.drafting.heads import Head
 from asyncrl.drafting.settings import (
@@ -63,7 +64,8 @@ def build_source(drafter: Drafting, policy: Policy, settings: Settings) -> Ngram
             raise AssertionError(f"no source for {drafter!r}")
 
 
-def build_chooser(drafter: DrafterSettings) -> Chooser:
+def build_chooser(drafter: DrafterSettings, learned: Sequence[Range] = ()) -> Chooser:
+    """`learned` by a bandit before this one."""
     if isinstance(drafter, NoDrafter):
         return Always(PLAIN)
-    return Bandit(drafter, seed=0) if drafter.adaptive.on else Always(drafter.strategy)
+    return Bandit(drafter, 0, learned) if drafter.adaptive.on else Always(drafter.strategy)

@@ -4,6 +4,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from asyncrl.drafting.bandit import Bandit, Range
 from asyncrl.drafting.settings import Strategy
 from asyncrl.engines.native.cache import Layout
 from asyncrl.engines.native.sampling import Column
@@ -72,3 +73,6 @@ class Forceable:
 
     def choose(self, batch: int) -> Strategy:
         return self.forced or self._chooser.choose(batch)
+
+    def learned(self) -> list[Range]:
+        return self._chooser.state() if isinstance(self._chooser, Bandit) else []

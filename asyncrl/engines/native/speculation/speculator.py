@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.drafting.bandit import PLAIN
-from asyncrl.engines.native.decoding import Decoding, Outcome
+from asyncrl.engines.native.decoding import Decoding, Outcome, States
 from asyncrl.engines.native.sampling import Column, Purpose
 from asyncrl.engines.native.scheduler import Scheduler, Step
 from asyncrl.engines.native.speculation.drafts import DraftTable
 from asyncrl.engines.native.speculation.source import Chooser, Seen, Source
 from asyncrl.engines.native.speculation.verify import Drafted, Uniforms, Verdict, verify
-from asyncrl.models.decoder import Taps
 
 
 class Tally:
@@ -73,18 +72,19 @@ class Speculator:
     def _speculate(self, step: Step) -> Outcome:
         slots, layout = self._decoding.slots, step.layout
         rows, width = layout.rows, layout.width
-        hidden_T_E, taps = self._target(step)
+        states = self._decoding.target(step, self._source.taps if self._strategy.depth else None)
         drafted = self._drafts.drafted(step.tokens_T[: rows * width].reshape(rows, width))
-        logits_X_V = self._decoding.policy.logits(hidden_T_E[: rows * width])
+        logits_X_V = self._decoding.policy.logits(states.hidden_T_E[: rows * width])
         verdict = verify(logits_X_V, slots.settings(), drafted, self._uniforms(step, drafted))
         start_N = slots.computed[:rows].copy()
         kept_N, ended = slots.record_runs(step.end_N, verdict)
         self._tally.add(drafted.valid_N_W.sum(1), np.minimum(verdict.accepted_N, kept_N))
         if layout.branches is not None:
             self._straighten(step, verdict)
+        self._decoding.give(step, states, verdict.path_N_W)
         if self._strategy.depth:
             began = perf_counter()
-            read_T_R = self._read(hidden_T_E, taps, verdict, layout.branches is not None)
+            read_T_R = self._read(states, verdict, layout.branches is not None)
             chain = layout._replace(branches=None, all_chunks=True)
             last_N = slots.computed[:rows] - step.end_N
             self._source.draft(slots, self._strategy, Seen(chain, start_N, last_N, kept_N > 0, read_T_R))
@@ -93,13 +93,6 @@ class Speculator:
             self._drafts.clear()
         prefilled = len(step.tokens_T) - rows * width + int((kept_N == 0).sum())
         return Outcome(int(kept_N.sum()), prefilled, ended, float(verdict.logprobs_N_W[:, 0].sum()))
-
-    def _target(self, step: Step) -> tuple[Tensor, Taps | None]:
-        decoding, wanted = self._decoding, self._source.taps if self._strategy.depth else None
-        taps = Taps(wanted) if wanted else None
-        attend = decoding.cache.attend(step.layout._replace(all_chunks=wanted == ()))
-        tokens_T, positions_T = torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T)
-        return decoding.policy.tensors.forward(tokens_T, positions_T, attend, taps), taps
 
     def _uniforms(self, step: Step, drafted: Drafted) -> Uniforms:
         rows, width = drafted.tokens_N_W.shape
@@ -118,11 +111,12 @@ class Speculator:
         base_R = step.end_N[row_R] - 1
         self._decoding.cache.gather(row_R, base_R + verdict.path_N_W[row_R, column_R], base_R + column_R)
 
-    def _read(self, hidden_T_E: Tensor, taps: Taps | None, verdict: Verdict, is_tree: bool) -> Tensor | None:
+    def _read(self, states: States, verdict: Verdict, is_tree: bool) -> Tensor | None:
         """What the source reads, with the accepted path of each row first."""
         if self._source.taps is None:
             return None
-        read_T_R = self._decoding.policy.final(hidden_T_E) if taps is None else torch.cat(taps.found_T_E, -1)
+        final = not self._source.taps
+        read_T_R = self._decoding.policy.final(states.hidden_T_E) if final else torch.cat(states.taps, -1)
         if not is_tree:
             return read_T_R
         rows, width = verdict.path_N_W.shape
