@@ -44,7 +44,12 @@ def load(
     wanted = set(held if names is None else names)
     published = (pair for pair in read_published(manifest, device) if pair[0] in wanted)
     while some := list(islice(published, _AT_ONCE)):
-        _copy([held[name] for name, _ in some], [tensor for _, tensor in some])
+        _copy([_plain(held[name]) for name, _ in some], [_plain(tensor) for _, tensor in some])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """FP8 as bytes: not every operation of torch knows it."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def page_count(config: ModelConfig, settings: Settings, device: torch.device, page_bytes: int, width: int) -> int:

@@ -24,7 +24,7 @@ def _store(x_L_S, values, scales, token, line, place, inside, tokens, BLOCKS: tl
     tl.store(scales + line * tokens + token, scale, mask=line < BLOCKS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _quantize(x, values, scales, tokens, SIZE: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
               POWER_OF_TWO: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -35,7 +35,7 @@ def _quantize(x, values, scales, tokens, SIZE: tl.constexpr, BLOCKS: tl.constexp
     _store(value, values, scales, token, line, place, inside, tokens, BLOCKS, POWER_OF_TWO)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rms_norm(x, weight, values, scales, tokens, EPS: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
               LINES: tl.constexpr, POWER_OF_TWO: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def _rms_norm(x, weight, values, scales, tokens, EPS: tl.constexpr, SIZE: tl.con
     _store(value, values, scales, token, line, place, inside, tokens, BLOCKS, POWER_OF_TWO)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gated(gate_up, values, scales, tokens, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
            POWER_OF_TWO: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)

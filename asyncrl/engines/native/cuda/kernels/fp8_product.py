@@ -37,7 +37,7 @@ TILES = {16: Tile(16, 64, 4, 5), 64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3)
 """By the largest number of tokens that each is for."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # one kernel for all batch sizes of a tile
 def _multiply(
     x,
     x_scale,
@@ -48,10 +48,12 @@ def _multiply(
     addend,
     out,
     tokens,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    outputs,
+    inputs,
+    blocks,
+    each,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -61,24 +63,23 @@ def _multiply(
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     split = tl.program_id(2)
-    real_t, real_o, place = token < tokens, output < OUT, tl.arange(0, 128)
-    row = tl.load(block_O + output, mask=real_o, other=0) * BLOCKS
-    each: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    real_t, real_o, place = token < tokens, output < outputs, tl.arange(0, 128)
+    row = tl.load(block_O + output, mask=real_o, other=0) * blocks
     total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-    for number in range(split * each, tl.minimum((split + 1) * each, BLOCKS)):
-        inputs = number * 128 + place
+    for number in range(split * each, tl.minimum((split + 1) * each, blocks)):
+        channel = number * 128 + place
         mask_t, mask_o = real_t[:, None], real_o[:, None]
-        if IN % 128 != 0:
-            mask_t, mask_o = mask_t & (inputs < IN)[None, :], mask_o & (inputs < IN)[None, :]
-        a = tl.load(x + token[:, None] * IN + inputs[None, :], mask=mask_t, other=0.0)
-        b = tl.load(weight + output[:, None] * IN + inputs[None, :], mask=mask_o, other=0.0)
+        if not EVEN:
+            mask_t, mask_o = mask_t & (channel < inputs)[None, :], mask_o & (channel < inputs)[None, :]
+        a = tl.load(x + token[:, None] * inputs + channel[None, :], mask=mask_t, other=0.0)
+        b = tl.load(weight + output[:, None] * inputs + channel[None, :], mask=mask_o, other=0.0)
         scale_t = tl.load(x_scale + number * tokens + token, mask=real_t, other=0.0)
         scale_o = tl.load(weight_scale + row + number, mask=real_o, other=0.0)
         total += tl.dot(a, tl.trans(b)) * (scale_t[:, None] * scale_o[None, :])
     inside = real_t[:, None] & real_o[None, :]
-    slot = token[:, None] * OUT + output[None, :]
-    if SPLITS > 1:
-        tl.store(out + split * tokens * OUT + slot, total, mask=inside)
+    slot = token[:, None] * outputs + output[None, :]
+    if SPLIT:
+        tl.store(out + split * tokens * outputs + slot, total, mask=inside)
     else:
         if BIAS:
             total += tl.load(bias + output, mask=real_o, other=0.0).to(tl.float32)[None, :]
@@ -87,25 +88,25 @@ def _multiply(
         tl.store(out + slot, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _join(
     parts,
     bias,
     addend,
     out,
     tokens,
-    OUT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    outputs,
+    splits,
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, slot = output < OUT, token * OUT + output
+    inside, slot = output < outputs, token * outputs + output
     total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * tokens * OUT + slot, mask=inside, other=0.0)
+    for split in range(splits):
+        total += tl.load(parts + split * tokens * outputs + slot, mask=inside, other=0.0)
     if BIAS:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -139,15 +140,19 @@ def multiply(
     splits = splits_for(grid[0] * grid[1], blocks)
     found = out_T_O if splits == 1 else out_T_O.new_empty(splits, tokens, outputs, dtype=torch.float32)
     given = out_T_O if bias_O is None else bias_O, out_T_O if addend_T_O is None else addend_T_O
-    kinds = {"OUT": outputs, "SPLITS": splits, "BIAS": bias_O is not None, "ADD": addend_T_O is not None}
+    kinds = {"BIAS": bias_O is not None, "ADD": addend_T_O is not None}
     _multiply[(*grid, splits)](
         *codes,
         *matrix[:3],
         *given,
         found,
         tokens,
-        IN=inputs,
-        BLOCKS=blocks,
+        outputs,
+        inputs,
+        blocks,
+        triton.cdiv(blocks, splits),
+        SPLIT=splits > 1,
+        EVEN=inputs % SIDE == 0,
         TOKENS=tile.tokens,
         OUTPUTS=tile.outputs,
         **kinds,
@@ -156,20 +161,20 @@ def multiply(
     )
     if splits > 1:
         block = min(1024, triton.next_power_of_2(outputs))
-        _join[(tokens, triton.cdiv(outputs, block))](found, *given, out_T_O, tokens, BLOCK=block, **kinds, num_warps=4)
+        grid = tokens, triton.cdiv(outputs, block)
+        _join[grid](found, *given, out_T_O, tokens, outputs, splits, BLOCK=block, **kinds, num_warps=4)
 
 
 def fp8_product(
     codes: Codes, matrix: Fp8Matrix, bias_O: Tensor | None, addend_T_O: Tensor | None, out_T_O: Tensor
 ) -> None:
-    if out_T_O.dtype != torch.bfloat16 or bias_O is not None or not cublas.takes(codes, matrix):
-        multiply(codes, matrix, bias_O, addend_T_O, out_T_O)
-    elif addend_T_O is None:
-        cublas.multiply(codes, matrix, out_T_O)
-    else:
-        product_T_O = torch.empty_like(out_T_O)
-        cublas.multiply(codes, matrix, product_T_O)
-        torch.add(addend_T_O, product_T_O, out=out_T_O)
+    if out_T_O.dtype == torch.bfloat16 and bias_O is None and cublas.takes(codes, matrix):
+        product_T_O = out_T_O if addend_T_O is None else torch.empty_like(out_T_O)
+        if cublas.multiply(codes, matrix, product_T_O):
+            if addend_T_O is not None:
+                torch.add(addend_T_O, product_T_O, out=out_T_O)
+            return
+    multiply(codes, matrix, bias_O, addend_T_O, out_T_O)
 
 
 def prepare(matrices: Iterable[Fp8Matrix]) -> None:
