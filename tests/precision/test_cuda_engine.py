@@ -22,12 +22,14 @@ from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import packed_attention
 from asyncrl.precision.layers import SCALES
+from asyncrl.precision.memory import footprint
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.precision.quantizer import E4M3, saturated
 from asyncrl.precision.settings import Fp8, numerics
-from asyncrl.types import WeightManifest
-from asyncrl.weights.gather import OneRank
+from asyncrl.types import TensorSpec, WeightManifest
+from asyncrl.weights.gather import Follower, OneRank
 from asyncrl.weights.shared_memory import SharedMemoryWriter
+from pipelines.estimate import needs
 from tests.engines.drafters import paged_drafting, save_heads
 from tests.engines.driving import LONG, Answer, ask, collect_all, serving
 from tests.precision.test_engine import engine as simulated
@@ -261,3 +263,36 @@ def test_drafts_change_nothing(kind: str, tmp_path: Path) -> None:
     drafted = answers(engine(tmp_path, "fp8_full", drafter))
     for one, other in zip(answers(engine(tmp_path, "fp8_full")), drafted, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
+
+
+class NoRank(OneRank):
+    """A rank that takes part in gathers and gets nothing."""
+
+    def gather(self, spec: TensorSpec) -> Any:
+        super().gather(spec)
+
+
+def test_ranks_that_do_not_send_know_the_same_layout(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    with publishing(tmp_path, "fp8", fp8=Fp8(keep_last=1)) as trainer:
+        manifest = trainer.publish(1)
+        follower = Follower(trainer.fp8.travelling(NoRank(lambda: hf_tensors(trainer.model))))
+        for version in (1, 2):
+            followed = follower.publish(version)
+            assert (followed.tensors, followed.total_bytes) == (manifest.tensors, manifest.total_bytes)
+    names = [spec.name for spec in manifest.tensors if spec.name.endswith(SCALES)]
+    assert len(names) == 7
+    assert all(name.startswith("model.layers.0.") for name in names)
+
+
+def test_a_plan_counts_what_a_gpu_holds(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    model = load_model(tmp_path)[1]
+    found = {
+        device: needs(Run(rollout=Rollout(precision="fp8_full"), engine=Settings(device=device)), model, 8)
+        for device in ("cpu", "cuda")
+    }
+    assert found["cpu"].engine_weights == 4 * found["cpu"].parameters
+    exact = footprint(model, found["cuda"].parameters, "fp8_full", Fp8())
+    assert found["cuda"].engine_weights == found["cuda"].published == exact.weights
+    assert 4 * found["cuda"].kv_cache == found["cpu"].kv_cache

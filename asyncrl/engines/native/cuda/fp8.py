@@ -29,6 +29,7 @@ from asyncrl.types import WeightManifest
 from asyncrl.weights.transport import published
 
 _TILE = 16
+_OLDEST = (8, 9)
 Load = Callable[[Iterable[str]], None]
 """Published tensors of these names into those held."""
 
@@ -130,6 +131,11 @@ def serve(
         return CudaModel(model, length, kernels), dict(hf_tensors(model)), None
     if numerics.kv and not config.qk_norm and not numerics.fp8.allow_kv_without_qk_norm:
         raise EngineError(NO_QK_NORM)
+    if model.norm.is_cuda and torch.cuda.get_device_capability(model.norm.device) < _OLDEST:
+        raise EngineError(
+            f"rollout.precision: this GPU has no FP8, which needs compute capability {_OLDEST[0]}.{_OLDEST[1]} (Ada, "
+            "Hopper or newer); use rollout.precision=bf16"
+        )
     weights = Fp8Weights(model, numerics)
     if model.norm.is_cuda:
         from asyncrl.engines.native.cuda.kernels.fp8_product import prepare  # Triton comes with torch for GPUs only

@@ -25,8 +25,9 @@ def _store(x_L_S, values, scales, token, line, place, inside, tokens, BLOCKS: tl
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _quantize(x, values, scales, tokens, SIZE: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
-              POWER_OF_TWO: tl.constexpr):  # fmt: skip
+def _quantize(
+    x, values, scales, tokens, SIZE: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     line = tl.program_id(1) * LINES + tl.arange(0, LINES)
     channel = line[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -36,8 +37,18 @@ def _quantize(x, values, scales, tokens, SIZE: tl.constexpr, BLOCKS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _rms_norm(x, weight, values, scales, tokens, EPS: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-              LINES: tl.constexpr, POWER_OF_TWO: tl.constexpr):  # fmt: skip
+def _rms_norm(
+    x,
+    weight,
+    values,
+    scales,
+    tokens,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LINES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, LINES)
     channel = line[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -50,8 +61,16 @@ def _rms_norm(x, weight, values, scales, tokens, EPS: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _gated(gate_up, values, scales, tokens, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
-           POWER_OF_TWO: tl.constexpr):  # fmt: skip
+def _gated(
+    gate_up,
+    values,
+    scales,
+    tokens,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LINES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     line = tl.program_id(1) * LINES + tl.arange(0, LINES)
     channel = line[:, None] * 128 + tl.arange(0, 128)[None, :]
