@@ -89,8 +89,8 @@ def attention(shape: str, rows: int, context: int) -> None:
     heads = Heads(found.num_attention_heads, found.num_key_value_heads, found.head_dim)
     each = pages_of(context + 1)
     table_N_P = torch.randperm(rows * each, device="cuda").view(rows, each).int()
-    integers = [torch.arange(rows), torch.full((rows,), context), torch.ones(rows)]
-    queries = Queries(1, *(part.int().cuda() for part in integers), table_N_P)
+    integers_3_N = torch.tensor([list(range(rows)), [context] * rows, [1] * rows], dtype=torch.int32, device="cuda")
+    queries = Queries(1, integers_3_N[0], integers_3_N[1], integers_3_N[2], table_N_P)
     qkv = torch.randn(rows, heads.all * heads.dim, device="cuda", dtype=torch.bfloat16)
     out: Tensor = qkv.new_empty(rows, heads.queries * heads.dim)
     pages = torch.randn(2, rows * each, heads.keys, PAGE, heads.dim, device="cuda", dtype=torch.bfloat16)

@@ -10,10 +10,6 @@ from asyncrl.precision.quantizer import ACTIVATION_BLOCK, WEIGHT_BLOCK, Quantize
 from tests.engines.cuda_places import TORCH, Place, both
 
 
-def _codes(x_T_I: Tensor) -> Codes:
-    return Codes.empty(*x_T_I.shape, x_T_I.device)
-
-
 def _activations(place: Place) -> list[Tensor]:
     sizes = [(3, 4096), (1, 12_288)] if place.large else [(3, 300), (2, 128)]
     found = [place.normal(*size, dtype=dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
@@ -34,7 +30,7 @@ def fp8_quantize(place: Place) -> None:
         for power_of_two in (False, True):
 
             def run(kernels: Kernels, x: Tensor = x_T_I, power_of_two: bool = power_of_two) -> Codes:
-                codes = _codes(x)
+                codes = Codes.of(x)
                 kernels.quantize(x, codes, power_of_two)
                 return codes
 
@@ -50,12 +46,12 @@ def fp8_behind_norm_and_gating(place: Place) -> None:
         weight_I = place.normal(x_T_I.shape[1], dtype=x_T_I.dtype)
 
         def norm(kernels: Kernels, x: Tensor = x_T_I, weight: Tensor = weight_I) -> Tensor:
-            codes = _codes(x)
+            codes = Codes.of(x)
             kernels.rms_norm_quantized(x, weight, 1e-6, codes, False)
             return _back(codes)
 
         def gate(kernels: Kernels, x: Tensor = x_T_I) -> Tensor:
-            codes = _codes(x[:, : x.shape[1] // 2])
+            codes = Codes.of(x[:, : x.shape[1] // 2])
             kernels.gated_quantized(x, codes, False)
             return _back(codes)
 
@@ -115,7 +111,7 @@ def fp8_product(place: Place) -> None:
                 bias: Tensor | None = bias,
                 addend: Tensor | None = addend,
             ) -> Tensor:
-                codes = _codes(x)
+                codes = Codes.of(x)
                 TORCH.quantize(x, codes, False)
                 out_T_O = x.new_full((len(x), len(matrix.values_O_I)), 7.0) if addend is None else addend.clone()
                 kernels.fp8_product(codes, matrix, bias, None if addend is None else out_T_O, out_T_O)
@@ -136,7 +132,7 @@ def fp8_product_in_bf16(place: Place) -> None:
     matrix, x_T_I = _matrix(place.normal(sum(rows), inputs), rows), place.normal(tokens, inputs, dtype=torch.bfloat16)
 
     def run(kernels: Kernels) -> Tensor:
-        codes, out_T_O = _codes(x_T_I), x_T_I.new_zeros(tokens, sum(rows))
+        codes, out_T_O = Codes.of(x_T_I), x_T_I.new_zeros(tokens, sum(rows))
         TORCH.quantize(x_T_I, codes, True)
         kernels.fp8_product(codes, matrix, None, None, out_T_O)
         return out_T_O

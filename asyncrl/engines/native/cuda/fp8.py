@@ -156,6 +156,7 @@ def _tiles(samples: Sequence[Sequence[int]], device: torch.device) -> tuple[Quer
     tokens = torch.zeros(len(row_G), _TILE, dtype=torch.int64)
     for group, (row, start, count) in enumerate(zip(row_G, start_G, count_G, strict=True)):
         tokens[group, :count] = torch.tensor(samples[row][start : start + count])
-    of_groups = (torch.tensor(each, dtype=torch.int32, device=device) for each in (row_G, start_G, count_G))
+    groups_3_G = torch.tensor([row_G, start_G, count_G], dtype=torch.int32, device=device)
     table_N_P = torch.arange(len(samples), dtype=torch.int32, device=device)[:, None]
-    return Queries(_TILE, *of_groups, table_N_P), tokens.flatten().to(device)
+    queries = Queries(_TILE, groups_3_G[0], groups_3_G[1], groups_3_G[2], table_N_P)
+    return queries, tokens.flatten().to(device)

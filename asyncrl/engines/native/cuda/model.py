@@ -139,7 +139,7 @@ class CudaModel:
         """As the matrix wants it."""
         if not isinstance(matrix, Fp8Matrix):
             return self.normed(x_T_E, weight_E)
-        codes = Codes.empty(*x_T_E.shape, x_T_E.device)
+        codes = Codes.of(x_T_E)
         self.kernels.rms_norm_quantized(x_T_E, weight_E, self._eps, codes, self._power_of_two)
         return codes
 
@@ -179,7 +179,7 @@ class CudaModel:
     def _quantized_for(self, matrix: Matrix, x_T_I: Tensor) -> Input:
         if not isinstance(matrix, Fp8Matrix):
             return x_T_I
-        codes = Codes.empty(*x_T_I.shape, x_T_I.device)
+        codes = Codes.of(x_T_I)
         self.kernels.quantize(x_T_I, codes, self._power_of_two)
         return codes
 

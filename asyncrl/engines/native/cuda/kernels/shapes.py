@@ -66,6 +66,11 @@ class Codes(NamedTuple):
         values_T_I = torch.empty(tokens, inputs, dtype=torch.float8_e4m3fn, device=device)
         return cls(values_T_I, torch.empty(-(-inputs // SIDE), tokens, device=device))
 
+    @classmethod
+    def of(cls, x_T_I: Tensor) -> "Codes":
+        """Room for this in FP8."""
+        return cls.empty(x_T_I.shape[0], x_T_I.shape[1], x_T_I.device)
+
 
 class Fp8Matrix(NamedTuple):
     """Outputs by inputs, as in checkpoints. Where projections are fused, each has blocks of its own."""
