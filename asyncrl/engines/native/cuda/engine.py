@@ -25,7 +25,7 @@ from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.board import Board, Flight
 from asyncrl.engines.native.cuda.decoding import Decoding
 from asyncrl.engines.native.cuda.drafting import RING, Drafting
-from asyncrl.engines.native.cuda.fp8 import Fp8Serving, serve
+from asyncrl.engines.native.cuda.fp8 import Fp8Serving, agree, serve
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Fields, Sizes, StepInputs
 from asyncrl.engines.native.cuda.kernels import torch_kernels
@@ -35,7 +35,7 @@ from asyncrl.engines.native.cuda.pages import PAGE, PageTable, pages_of
 from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_depths
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.native.published import Receiver, not_in_fp8
+from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
 from asyncrl.engines.native.sampling import Column, RowSettings
 from asyncrl.engines.native.slots import SlotTable
@@ -43,7 +43,7 @@ from asyncrl.engines.native.speculation.build import build_head, no_head
 from asyncrl.engines.native.speculation.drafts import DraftTable
 from asyncrl.engines.native.speculation.source import Chooser
 from asyncrl.engines.settings import NativeEngine as Settings
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import EngineError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.precision.settings import Numerics
 from asyncrl.types import WeightAck, WeightManifest
@@ -127,11 +127,10 @@ class CudaEngine(RowEngine):
         fp8: Fp8Serving | None = None,
     ) -> str:
         """Published tensors into those held, between two steps."""
-        if manifest.fp8 is not None and fp8 is None:
-            raise WeightSyncError(not_in_fp8(receiver.engine, manifest.version))
+        agree(fp8, manifest, receiver)
         # In a thread, and so on another stream: decoding goes on while the published bytes are checked.
         digest = await asyncio.to_thread(weights.verify, manifest, held, receiver)
-        scales = await asyncio.to_thread(fp8.check, manifest, receiver) if fp8 is not None else ()
+        scales = await asyncio.to_thread(fp8.kv_scales, manifest, receiver) if fp8 is not None else ()
         self._require_serving(what)
         self._drain()
         with self._timeline.work():

@@ -15,7 +15,7 @@ from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Kv, Queries
 from asyncrl.engines.native.cuda.model import Block, CudaModel
 from asyncrl.engines.native.cuda.pages import PAGE
 from asyncrl.engines.native.cuda.weights_fp8 import Fp8Weights
-from asyncrl.engines.native.published import Receiver
+from asyncrl.engines.native.published import Receiver, not_in_fp8
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.decoder import Decoder
@@ -44,18 +44,15 @@ class Fp8Serving:
         model = self._model
         return self._measure(model.embedding_V_E, zip(model.input_norms, model.blocks, strict=True))
 
+    @property
+    def quantized(self) -> list[str]:
+        return [*self._weights.quantized, *([KV_CACHE] if self._numerics.kv else [])]
+
     @torch.inference_mode()
-    def check(self, manifest: WeightManifest, receiver: Receiver) -> tuple[LayerScales, ...]:
-        """The KV scales of a version, if it fits this engine; () where pages are not in FP8."""
-        who, meant = self._who(manifest, receiver), manifest.fp8
-        if meant is None:
-            raise WeightSyncError(
-                f"{who}: it is not meant for FP8, and an engine on a GPU cannot leave FP8 while it runs; start both "
-                "with the same rollout.precision, and use sentinel.on_fp8=stop"
-            )
-        kv = self._numerics.kv
-        check_layers(meant.quantized, [*self._weights.quantized, *([KV_CACHE] if kv else [])], who)
-        if not kv:
+    def kv_scales(self, manifest: WeightManifest, receiver: Receiver) -> tuple[LayerScales, ...]:
+        """Of a version, if they can be right; () where pages are not in FP8."""
+        who, meant = _who(manifest, receiver), manifest.fp8
+        if meant is None or not self._numerics.kv:
             return ()
         own = self._published_scales(manifest)
         if not meant.kv_scales:
@@ -73,7 +70,7 @@ class Fp8Serving:
         old = {name: weights.held[name].clone() for name in names}
         load(names)
         try:
-            self._check_products(manifest, layer, self._who(manifest, receiver))
+            self._check_products(manifest, layer, _who(manifest, receiver))
         except WeightSyncError:
             for name, tensor in old.items():
                 weights.held[name].copy_(tensor)
@@ -118,8 +115,23 @@ class Fp8Serving:
             found.append(stored_2_X_K_S_D.abs().amax((2, 4)).flatten(1))
         return scales_of(torch.stack(found))
 
-    def _who(self, manifest: WeightManifest, receiver: Receiver) -> str:
-        return f"engine {receiver.engine}, version {manifest.version}"
+
+def agree(serving: Fp8Serving | None, manifest: WeightManifest, receiver: Receiver) -> None:
+    """That a version is meant to be quantized as this engine does it, if at all."""
+    if serving is None and manifest.fp8 is None:
+        return
+    if serving is None:
+        raise WeightSyncError(not_in_fp8(receiver.engine, manifest.version))
+    if manifest.fp8 is None:
+        raise WeightSyncError(
+            f"{_who(manifest, receiver)}: it is not meant for FP8, and an engine on a GPU cannot leave FP8 while it "
+            "runs; start both with the same rollout.precision, and use sentinel.on_fp8=stop"
+        )
+    check_layers(manifest.fp8.quantized, serving.quantized, _who(manifest, receiver))
+
+
+def _who(manifest: WeightManifest, receiver: Receiver) -> str:
+    return f"engine {receiver.engine}, version {manifest.version}"
 
 
 def serve(

@@ -37,6 +37,12 @@ def _accumulate(total, weight, highest, score, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _load(pointer, mask, SCALED: tl.constexpr):
+    x = tl.load(pointer, mask=mask, other=0.0)
+    return x.to(tl.float16) if SCALED else x
+
+
+@triton.jit
 def _attend(
     qkv,
     keys,
@@ -67,42 +73,30 @@ def _attend(
     length = start + count
     pages = tl.where(count > 0, tl.cdiv(length, PAGE), 0)
     each = tl.cdiv(pages, SPLITS)
-    end = tl.minimum((split + 1) * each, pages)
     pages_of_row = table + tl.load(row_G + group) * PAGES
-
     index_m, place_d, place_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, PAGE)
     column = index_m // SHARE
     real_m = column < count
     inside_d = place_d < D
     token = (group * width + column).to(tl.int64)
     query_head = head * SHARE + index_m % SHARE
-    mask_m_d = real_m[:, None] & inside_d[None, :]
-    q = tl.load(qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d, mask=mask_m_d, other=0.0)
-    heat = SCALE * 1.4426950408889634
-    if SCALED:
-        q = q.to(tl.float16)
-        heat = heat * tl.load(scales)
-
+    source = qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d
+    q = _load(source, real_m[:, None] & inside_d[None, :], SCALED)
+    heat = SCALE * 1.4426950408889634 * (tl.load(scales) if SCALED else 1.0)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    for number in range(split * each, end):
+    for number in range(split * each, tl.minimum((split + 1) * each, pages)):
         page = tl.load(pages_of_row + number).to(tl.int64)
         position = number * PAGE + place_n
         place = page * (K * PAGE * D) + head * (PAGE * D) + place_n[:, None] * D + place_d[None, :]
-        k = tl.load(keys + place, mask=inside_d[None, :], other=0.0)
-        if SCALED:
-            k = k.to(tl.float16)
+        k = _load(keys + place, inside_d[None, :], SCALED)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * heat
         score = tl.where(real_m[:, None] & (position[None, :] <= start + column[:, None]), score, float("-inf"))
         # What lies behind the end of a row may be no number, and even 0 times that is none.
-        v = tl.load(values + place, mask=(position < length)[:, None] & inside_d[None, :], other=0.0)
-        if SCALED:
-            v = v.to(tl.float16)
+        v = _load(values + place, (position < length)[:, None] & inside_d[None, :], SCALED)
         total, weight, highest = _accumulate(total, weight, highest, score, v, PRECISION)
-    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
-    if SCALED:
-        total = total * tl.load(scales + 1)
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None] * (tl.load(scales + 1) if SCALED else 1.0)
     written = (index_m < width * SHARE)[:, None] & inside_d[None, :]
     slot = (token * H + query_head) * SPLITS + split
     tl.store(out + slot[:, None] * D + place_d, total.to(out.dtype.element_ty), mask=written)

@@ -13,6 +13,18 @@ from asyncrl.precision.triton_quantizer import e4m3
 
 
 @triton.jit
+def _write(target, a, b, inside, scales, D: tl.constexpr, SCALED: tl.constexpr):
+    """Both halves of a head."""
+    if SCALED:
+        scale = tl.load(scales) + tl.zeros(a.shape, tl.float32)
+        tl.store(target, e4m3(tl.div_rn(a.to(tl.float32), scale)), mask=inside)
+        tl.store(target + D // 2, e4m3(tl.div_rn(b.to(tl.float32), scale)), mask=inside)
+    else:
+        tl.store(target, a, mask=inside)
+        tl.store(target + D // 2, b, mask=inside)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv,
     cos,
@@ -62,24 +74,15 @@ def _rotate_and_store(
         b = (b * c + a * s).to(dtype)
         a = rotated
     if head < H:
-        tl.store(source + place, a, mask=inside)
-        tl.store(source + D // 2 + place, b, mask=inside)
+        _write(source + place, a, b, inside, scales, D, False)
     else:
         row = tl.load(row_G + group)
         page = tl.load(table + row * PAGES + position // PAGE).to(tl.int64)
-        which = (head - H) % K
-        if SCALED:
-            scale = tl.load(scales + (head - H) // K) + place * 0.0
-            kept_a, kept_b = e4m3(tl.div_rn(a.to(tl.float32), scale)), e4m3(tl.div_rn(b.to(tl.float32), scale))
-        else:
-            kept_a, kept_b = a, b
-        slot = page * (K * PAGE * D) + which * (PAGE * D) + (position % PAGE) * D + place
+        slot = page * (K * PAGE * D) + (head - H) % K * (PAGE * D) + (position % PAGE) * D + place
         if head < H + K:
-            tl.store(keys + slot, kept_a, mask=inside)
-            tl.store(keys + slot + D // 2, kept_b, mask=inside)
+            _write(keys + slot, a, b, inside, scales, D, SCALED)
         else:
-            tl.store(values + slot, kept_a, mask=inside)
-            tl.store(values + slot + D // 2, kept_b, mask=inside)
+            _write(values + slot, a, b, inside, scales + 1, D, SCALED)
 
 
 def rotate_and_store(
