@@ -115,9 +115,10 @@ class TrainerActor:
 
     def _source(self) -> Source:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""
-        narrow = carrier(self._run.rollout.precision, self._run.engine) == "bf16"
+        narrow = carrier(self._run.rollout.precision, self._run.engine) == "bf16" and not self._fp8.quantizes
         only = bool(self._run.trainer.lora.rank) and takes_adapters(self._run)
-        return self._learner.source(torch.bfloat16 if narrow else torch.float32, adapters_only=only)
+        inner = self._learner.source(torch.bfloat16 if narrow else torch.float32, adapters_only=only)
+        return self._fp8.travelling(inner)
 
     async def restore(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of optimizer steps it holds."""

@@ -1,12 +1,15 @@
 """How long new weights take from the trainer to a receiver in another process, by transport.
 
-    python -m benchmarks.sync [--shape qwen3-0.6b qwen3-8b] [--transports cuda_ipc ...] [--updates 5] [--out FILE]
+    python -m benchmarks.sync [--shape qwen3-0.6b qwen3-8b] [--transports cuda_ipc ...] [--precisions bf16 fp8]
+        [--updates 5] [--out FILE]
 
 Random bf16 weights, made on the GPU where there is one. The receiver holds plain tensors and no engine. For each
 version: `publish` is the trainer's part (gather into one buffer, digest), `receive` maps the bytes or brings and checks
 them, `digest` is the receiver's over all of it, `load` copies them into its tensors; `whole` is from the begin of
 `publish` to the receiver's answer, and the rate follows from it. With `+delta` 1 % of the weights change, and only
-these are sent. Medians, without the first update, in which memory is allocated and communicators are formed.
+these are sent. In `fp8` the trainer quantizes the projections as a part of `publish`, FP8 and scales are sent, and what
+that adds to the whole is compared with its bar. Medians, without the first update, in which memory is allocated and
+communicators are formed.
 """
 
 import argparse
@@ -25,11 +28,16 @@ from typing import NamedTuple, cast
 import msgspec
 import torch
 
+from asyncrl.precision.settings import Fp8
+from asyncrl.precision.source import Fp8Source
 from asyncrl.types import SendOrder, WeightManifest
+from asyncrl.weights.gather import OneRank
 from asyncrl.weights.nccl import addressed_to
 from asyncrl.weights.transport import Transport, make_writer, published
 
 RECEIVER = "receiver"
+ADDED_MS = 100.0
+"""What quantizing may add to an update."""
 CHANGED = 100
 """With a delta every so many elements one changes."""
 os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # both processes are on one card
@@ -88,6 +96,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     shape: str
     transport: str
+    precision: str
     device: str
     gigabytes: float
     publish_ms: float
@@ -148,10 +157,11 @@ def available() -> list[str]:
     return names
 
 
-def measure(shape: str, transport: str, updates: int) -> Row:
+def measure(shape: str, transport: str, precision: str, updates: int) -> Row:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors = weights(SHAPES[shape], device)
-    gigabytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e9
+    gigabytes = 0.0
+    source = OneRank(tensors.items)
     name, _, delta = transport.partition("+")
     found: list[tuple[float, Times, float]] = []
     command = [sys.executable, "-m", "benchmarks.sync", RECEIVER]
@@ -162,14 +172,18 @@ def measure(shape: str, transport: str, updates: int) -> Row:
         assert child.stdin is not None
         assert child.stdout is not None
         writer = make_writer(
-            tensors.items, cast(Transport, name), prefix="sync", folder=Path(folder) / "weights", delta=bool(delta)
+            Fp8Source(source, SHAPES[shape].layers, Fp8()) if precision == "fp8" else source,
+            cast(Transport, name),
+            prefix="sync",
+            folder=Path(folder) / "weights",
+            delta=bool(delta),
         )
         for version in range(updates + 1):
             change(tensors, sparsely=bool(delta))
             synchronize()
             began = perf_counter()
             manifest = writer.publish(version, SendOrder(1, (RECEIVER,)))
-            publish = perf_counter() - began
+            publish, gigabytes = perf_counter() - began, manifest.total_bytes / 1e9
             child.stdin.write(msgspec.json.encode(addressed_to(manifest, RECEIVER)).decode() + "\n")
             child.stdin.flush()
             line = child.stdout.readline()
@@ -179,7 +193,7 @@ def measure(shape: str, transport: str, updates: int) -> Row:
         child.stdin.close()
         child.wait(timeout=60)
         writer.close()
-    return summed_up(shape, transport, device.type, gigabytes, found[1:])
+    return summed_up((shape, transport, precision, device.type), gigabytes, found[1:])
 
 
 def change(tensors: dict[str, torch.Tensor], *, sparsely: bool) -> None:
@@ -187,17 +201,16 @@ def change(tensors: dict[str, torch.Tensor], *, sparsely: bool) -> None:
         tensor.view(-1)[:: CHANGED if sparsely else 1] += 0.01
 
 
-def summed_up(
-    shape: str, transport: str, device: str, gigabytes: float, found: Sequence[tuple[float, Times, float]]
-) -> Row:
+def summed_up(what: tuple[str, str, str, str], gigabytes: float, found: Sequence[tuple[float, Times, float]]) -> Row:
     def ms(values: Iterator[float]) -> float:
         return statistics.median(values) * 1e3
 
     whole = ms(times[2] for times in found)
     return Row(
-        shape=shape,
-        transport=transport,
-        device=device,
+        shape=what[0],
+        transport=what[1],
+        precision=what[2],
+        device=what[3],
         gigabytes=gigabytes,
         publish_ms=ms(times[0] for times in found),
         receive_ms=ms(times[1].receive for times in found),
@@ -218,24 +231,41 @@ def main() -> None:
         "--shape", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "qwen3-8b"] if on_gpu else ["tiny"]
     )
     parser.add_argument("--transports", nargs="+", choices=available(), default=available())
+    parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows: list[Row] = []
-    print(f"{'shape':12}{'transport':15}{'GB':>7}   ms: publish  receive   digest     load    whole      GB/s")
+    print(f"{'shape':12}{'transport':15}{'':5}{'GB':>7}   ms: publish  receive   digest     load    whole      GB/s")
     for shape in arguments.shape:
         for transport in arguments.transports:
-            row = measure(shape, transport, arguments.updates)
-            rows.append(row)
-            times = (row.publish_ms, row.receive_ms, row.digest_ms, row.load_ms, row.whole_ms)
-            print(
-                f"{shape:12}{transport:15}{row.gigabytes:7.3f}      "
-                + "".join(f"{value:9.2f}" for value in times)
-                + f"{row.gigabytes_per_second:10.2f}",
-                flush=True,
-            )
-            if arguments.out:
-                arguments.out.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+            for precision in arguments.precisions:
+                rows.append(measure(shape, transport, precision, arguments.updates))
+                print(line(rows[-1]), flush=True)
+                if arguments.out:
+                    arguments.out.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+    print("\n".join(added(rows)))
+
+
+def line(row: Row) -> str:
+    times = (row.publish_ms, row.receive_ms, row.digest_ms, row.load_ms, row.whole_ms)
+    return (
+        f"{row.shape:12}{row.transport:15}{row.precision:5}{row.gigabytes:7.3f}      "
+        + "".join(f"{value:9.2f}" for value in times)
+        + f"{row.gigabytes_per_second:10.2f}"
+    )
+
+
+def added(rows: Sequence[Row]) -> list[str]:
+    """What FP8 adds to an update, or takes from it."""
+    plain = {(row.shape, row.transport): row.whole_ms for row in rows if row.precision == "bf16"}
+    lines: list[str] = []
+    for row in rows:
+        if row.precision == "fp8" and (row.shape, row.transport) in plain:
+            more = row.whole_ms - plain[row.shape, row.transport]
+            told = "held" if more <= ADDED_MS else "NOT held"
+            lines.append(f"{row.shape}, {row.transport}: FP8 adds {more:.1f} ms (bar {ADDED_MS:g}: {told})")
+    return lines
 
 
 if __name__ == "__main__":

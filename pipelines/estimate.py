@@ -12,7 +12,8 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.devices import gpu_memory, has_gpu
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.models.config import ModelConfig, read_config
-from asyncrl.precision.settings import carrier
+from asyncrl.precision.memory import footprint
+from asyncrl.precision.settings import carrier, travels_in_fp8
 from asyncrl.simulation.outcome import Rates
 from asyncrl.tasks.base import Split, make_task
 from asyncrl.tasks.chains import CHARACTERS, draw_chain
@@ -159,19 +160,20 @@ def _prompts(run: Run) -> list[Prompt]:
 def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     """`prompt` is the length of the longest, in tokens."""
     count, longest = parameters(model), prompt + run.rollout.max_tokens
-    item = 2 if carrier(run.rollout.precision, run.engine) == "bf16" else FLOAT
-    kv_token = 2 * model.layers * model.kv_heads * model.head_dim * item
+    precision = run.rollout.precision
+    real = precision if travels_in_fp8(run.engine) else carrier(precision, run.engine)
+    held = footprint(model, count, real, run.rollout.fp8)
     recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
     memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     return Needs(
         parameters=count,
-        published=count * item,
+        published=held.weights,
         optimizer=memory.weights + memory.optimizer,
         activations=memory.activations + memory.backward,
         recompute=recompute,
-        engine_weights=0 if isinstance(run.engine, FakeEngine) else count * item,
-        kv_cache=_kv_cache(run.engine, rows * longest * kv_token),
+        engine_weights=0 if isinstance(run.engine, FakeEngine) else held.weights,
+        kv_cache=_kv_cache(run.engine, rows * longest * held.kv_token),
         trajectories=run.samples_per_step * (longest * TOKEN + ROW),
         checkpoint=(2 if isinstance(run.algorithm, Ppo) else 1) * count * SAVED,
     )

@@ -36,18 +36,21 @@ def check_products(
         found = PROJECTION.fullmatch(name)
         if name not in held or found is None or int(found[1]) != layer:
             continue
-        gap = product_gap(weight_O_I, held[name], power_of_two=power_of_two)
-        if not gap <= TOLERANCE:
-            raise WeightSyncError(
-                f"{who}: a product with {name} in FP8 is off by {100 * gap:.3g} % of what the published weights give, "
-                f"allowed is {100 * TOLERANCE:g} %: stale scales or values; publish again"
-            )
+        x_N_I = fixed_input(weight_O_I.shape[1])
+        weight = quantize(weight_O_I, WEIGHT_BLOCK, power_of_two=power_of_two)
+        expected_N_O = reference_product(quantize(x_N_I, ACTIVATION_BLOCK, power_of_two=power_of_two), weight)
+        found_N_O = rounded(x_N_I, power_of_two=power_of_two) @ held[name].float().t()
+        check_gap(name, found_N_O, expected_N_O, who)
 
 
-def product_gap(published_O_I: Tensor, held_O_I: Tensor, *, power_of_two: bool) -> float:
-    """|found - expected| / |expected| over a fixed input."""
-    x_N_I = torch.randn(ROWS, published_O_I.shape[1], generator=torch.Generator().manual_seed(0))
-    weight = quantize(published_O_I, WEIGHT_BLOCK, power_of_two=power_of_two)
-    expected_N_O = reference_product(quantize(x_N_I, ACTIVATION_BLOCK, power_of_two=power_of_two), weight)
-    found_N_O = rounded(x_N_I, power_of_two=power_of_two) @ held_O_I.float().t()
-    return float((found_N_O - expected_N_O).norm() / expected_N_O.norm().clamp(min=1e-30))
+def fixed_input(inputs: int) -> Tensor:
+    return torch.randn(ROWS, inputs, generator=torch.Generator().manual_seed(0))
+
+
+def check_gap(name: str, found_N_O: Tensor, expected_N_O: Tensor, who: str) -> None:
+    gap = float((found_N_O - expected_N_O).norm() / expected_N_O.norm().clamp(min=1e-30))
+    if not gap <= TOLERANCE:
+        raise WeightSyncError(
+            f"{who}: a product with {name} in FP8 is off by {100 * gap:.3g} % of what the published weights give, "
+            f"allowed is {100 * TOLERANCE:g} %: stale scales or values; publish again"
+        )

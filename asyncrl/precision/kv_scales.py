@@ -66,6 +66,12 @@ def _scales(largest: tuple[Tensor, ...]) -> LayerScales:
     return q, k, v
 
 
+def scales_of(largest_L_2_T: Tensor) -> tuple[LayerScales, ...]:
+    """From max|x| of each token's keys and values by layer, all at once; queries are not looked at."""
+    found_L_2 = torch.quantile(largest_L_2_T.float(), PERCENTILE, dim=-1) * (MARGIN / LARGEST)
+    return tuple((1.0, k or 1.0, v or 1.0) for k, v in found_L_2.tolist())
+
+
 def fixed_samples(vocabulary: int) -> list[list[int]]:
     """What an engine measures on: the same tokens in every process, among the frequent ones."""
     return np.random.default_rng(1).integers(0, min(vocabulary, TRAINED_IDS), (PROMPTS, LENGTH)).tolist()

@@ -4,6 +4,9 @@ import re
 
 PROJECTION = re.compile(r"model\.layers\.(\d+)\.(?:.+\.)?(?:q|k|v|o|gate|up|down)_proj\.weight")
 
+SCALES = "_scale_inv"
+"""Behind the name of a quantized tensor: what its values are multiplied with, as in published FP8 checkpoints."""
+
 KV_CACHE = "kv_cache"
 """Stands for keys and values among the names of what is quantized."""
 

@@ -10,8 +10,10 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_parts
 from asyncrl.precision.kv_scales import measure
 from asyncrl.precision.layers import KV_CACHE, is_quantized
-from asyncrl.precision.settings import numerics
+from asyncrl.precision.settings import numerics, travels_in_fp8
+from asyncrl.precision.source import Fp8Source
 from asyncrl.types import Fp8Version, Group
+from asyncrl.weights.gather import Source
 
 TOKENS = 4096
 """Tokens that scales are found on: the 99.9th percentile needs thousands, and more only cost time."""
@@ -24,11 +26,18 @@ class Fp8Publication:
         self._numerics = numerics(run.rollout.precision, run.rollout.fp8)
         self._native = isinstance(run.engine, NativeEngine)  # vLLM quantizes by rules of its own
         self._layers = model.layers
+        self.quantizes = self._numerics is not None and self._numerics.weights and travels_in_fp8(run.engine)
+        """Whether the trainer does; else the engines."""
         self._finds_scales = (
             self._native and self._numerics is not None and self._numerics.kv and run.rollout.kv_scales == "trainer"
         )
         self._seen: deque[list[int]] = deque()
         self._tokens = 0
+
+    def travelling(self, inner: Source) -> Source:
+        """Where publications come from, if the weights travel in FP8."""
+        found = self._numerics
+        return inner if found is None or not self.quantizes else Fp8Source(inner, self._layers, found.fp8)
 
     def see(self, groups: Sequence[Group]) -> None:
         if not self._finds_scales:

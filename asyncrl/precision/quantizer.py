@@ -40,6 +40,12 @@ def quantize(
     x_N_C: Tensor, block: tuple[int, int], *, name: str = "the tensor", power_of_two: bool = False
 ) -> Quantized:
     """Refuses what is not finite: one infinity would make the scale of its block infinite and the block zero."""
+    if x_N_C.is_cuda and block == WEIGHT_BLOCK:
+        from asyncrl.precision.triton_quantizer import quantize_blocks  # Triton comes with torch for GPUs only
+
+        found = Quantized(*quantize_blocks(x_N_C, power_of_two=power_of_two), block)
+        if bool(found.scales_B_B.isfinite().all()):
+            return found
     if not bool(x_N_C.isfinite().all()):
         count = int((~x_N_C.isfinite()).sum())
         raise DivergenceError(
@@ -58,11 +64,22 @@ def dequantize(quantized: Quantized) -> Tensor:
 
 def rounded(x_N_C: Tensor, *, power_of_two: bool = False) -> Tensor:
     """Activations there and back. Nothing is checked, as this is part of every step: what is no number stays none."""
+    codes_N_B_S, scale_N_B_1 = _by_block(x_N_C, power_of_two)
+    back_N_C = codes_N_B_S.float().mul_(scale_N_B_1).flatten(1)
+    return back_N_C[:, : x_N_C.shape[1]].to(x_N_C.dtype)
+
+
+def activation_codes(x_N_C: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """The same on the way there: values, and scales by rows and blocks."""
+    codes_N_B_S, scale_N_B_1 = _by_block(x_N_C, power_of_two)
+    return codes_N_B_S.flatten(1)[:, : x_N_C.shape[1]], scale_N_B_1[..., 0]
+
+
+def _by_block(x_N_C: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     rows, columns = x_N_C.shape
     blocks_N_B_S = F.pad(x_N_C, (0, -columns % SIDE)).view(rows, -1, SIDE).float()
     scale_N_B_1 = _scales(blocks_N_B_S.abs().amax(-1, keepdim=True), power_of_two)
-    back_N_C = to_e4m3(blocks_N_B_S / scale_N_B_1).float().mul_(scale_N_B_1).view(rows, -1)
-    return back_N_C[:, :columns].to(x_N_C.dtype)
+    return to_e4m3(blocks_N_B_S / scale_N_B_1), scale_N_B_1
 
 
 def saturated(x: Tensor, scale: float) -> Tensor:

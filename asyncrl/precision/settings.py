@@ -61,9 +61,14 @@ def numerics(precision: str, fp8: Fp8) -> Numerics | None:
 
 def carrier(precision: str, engine: EngineSettings) -> Literal["fp32", "bf16"]:
     """What weights travel in, and what is not in FP8 is computed in; our simulation adds no other rounding to FP8's."""
-    if precision == "bf16" or (precision != "fp32" and isinstance(engine, VllmEngine)):
+    if precision == "bf16" or (precision != "fp32" and (isinstance(engine, VllmEngine) or travels_in_fp8(engine))):
         return "bf16"
     return "fp32"
+
+
+def travels_in_fp8(engine: EngineSettings) -> bool:
+    """Whether FP8 weights are quantized by the trainer: our engine on a GPU. Others quantize what they get."""
+    return isinstance(engine, NativeEngine) and engine.device == "cuda"
 
 
 def vllm_in(settings: VllmEngine, precision: str) -> VllmEngine:
@@ -88,10 +93,10 @@ def check_precision(run: "Run") -> None:
     rollout, engine = run.rollout, run.engine
     if numerics(rollout.precision, rollout.fp8) is None:
         return
-    if isinstance(engine, NativeEngine) and engine.device != "cpu":
+    if isinstance(engine, NativeEngine) and engine.device == "auto":
         raise ConfigError(
-            f"rollout.precision={rollout.precision}: engine=native simulates FP8 on a CPU and has no kernels for it on "
-            f"GPUs, and engine.device={engine.device}; use engine=vllm, engine.device=cpu, or rollout.precision=bf16"
+            f"rollout.precision={rollout.precision}: on a GPU it is FP8, on a CPU a simulation in fp32, and the "
+            "trainer publishes for one of them; use engine.device=cuda or engine.device=cpu instead of auto"
         )
     if (
         isinstance(engine, VllmEngine)
@@ -101,9 +106,11 @@ def check_precision(run: "Run") -> None:
         raise ConfigError(
             "rollout.kv_scales=trainer: vLLM takes no scales with new weights; use rollout.kv_scales=engine"
         )
-    if isinstance(engine, VllmEngine) and run.sentinel.on_fp8 == "fall_back":
+    if (isinstance(engine, VllmEngine) or travels_in_fp8(engine)) and run.sentinel.on_fp8 == "fall_back":
+        who = "vLLM" if isinstance(engine, VllmEngine) else "our engine on a GPU"
         raise ConfigError(
-            "sentinel.on_fp8=fall_back: vLLM cannot leave FP8 while it runs; use sentinel.on_fp8=stop, or engine=native"
+            f"sentinel.on_fp8=fall_back: {who} cannot leave FP8 while it runs; use sentinel.on_fp8=stop, or "
+            "engine=native engine.device=cpu"
         )
 
 

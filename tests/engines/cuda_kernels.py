@@ -5,14 +5,16 @@ TRITON_INTERPRET=1 python -m tests.engines.cuda_kernels attend
 
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Queries
+from tests.engines import cuda_fp8, cuda_fp8_pages
+from tests.engines.cuda_cases import Case, cases
 from tests.engines.cuda_places import Place, both, close
 from tests.engines.cuda_verification import verify, verify_leaves_the_targets_distribution
+from tests.engines.interpreter import round_as_hardware
 
 
 def embed(place: Place) -> None:
@@ -56,52 +58,6 @@ def gated(place: Place) -> None:
         close(*both(run))
 
 
-class Case(NamedTuple):
-    heads: Heads
-    page: int
-    width: int
-    starts: list[int]
-    counts: list[int]
-    dtype: torch.dtype = torch.float32
-    norm: bool = True
-
-    def queries(self, place: Place) -> Queries:
-        """Rows in reverse order, each with pages of its own in no order."""
-        groups = len(self.starts)
-        pages = max(start + self.width for start in self.starts) // self.page + 1
-        table_N_P = torch.randperm(groups * pages, generator=torch.Generator().manual_seed(0)).view(groups, pages)
-        rows = place.integers(list(range(groups))[::-1])
-        table_N_P = table_N_P.to(place.device, torch.int32)
-        return Queries(self.width, rows, place.integers(self.starts), place.integers(self.counts), table_N_P)
-
-    def kv(self, place: Place, queries: Queries) -> Tensor:
-        shape = 2, queries.table_N_P.numel(), self.heads.keys, self.page, self.heads.dim
-        return place.normal(*shape, dtype=self.dtype)
-
-    def qkv(self, place: Place) -> Tensor:
-        return place.normal(len(self.starts) * self.width, self.heads.all * self.heads.dim, dtype=self.dtype)
-
-
-def cases(place: Place) -> list[Case]:
-    if not place.large:
-        return [
-            Case(Heads(4, 2, 32), 16, 1, [0, 5, 33], [1, 1, 1]),
-            Case(Heads(4, 2, 24), 16, 3, [0, 14, 30], [3, 0, 2], norm=False),
-            Case(Heads(2, 1, 16), 16, 20, [0, 13], [20, 7], torch.float16),
-        ]
-    heads = Heads(32, 8, 128)
-    return [
-        Case(heads, 64, 1, [700], [1], torch.bfloat16),
-        Case(heads, 64, 1, [0, 1, 63, 64, 65, 511, 2000, 9], [1, 1, 1, 1, 1, 1, 1, 0], torch.bfloat16),
-        Case(heads, 64, 1, list(range(0, 1280, 10)), [1] * 128, torch.bfloat16),
-        Case(heads, 64, 5, [0, 60, 1000], [5, 5, 3], torch.bfloat16),
-        Case(heads, 64, 16, [0, 16, 32, 600], [16, 16, 9, 16], torch.bfloat16),
-        Case(Heads(4, 2, 32), 64, 1, [0, 300], [1, 1]),
-        Case(Heads(4, 2, 32), 64, 32, [0, 300], [32, 1], norm=False),
-        Case(Heads(16, 2, 64), 64, 16, [0, 300], [16, 2], torch.bfloat16),
-    ]
-
-
 def rotate_and_store(place: Place) -> None:
     for case in cases(place):
         queries = case.queries(place)
@@ -120,7 +76,7 @@ def rotate_and_store(place: Place) -> None:
             rotated: list[Tensor] = rotated,
         ) -> Tensor:
             kv, qkv = case.kv(place, queries), case.qkv(place)
-            kernels.rotate_and_store(qkv, turns, norm, 1e-6, kv, case.heads, queries)
+            kernels.rotate_and_store(qkv, turns, norm, 1e-6, Kv(kv), case.heads, queries)
             stored.append(kv)
             by_head = qkv.view(len(case.starts), case.width, case.heads.all, case.heads.dim)
             rotated.append(by_head[:, :, : case.heads.queries])
@@ -141,7 +97,7 @@ def attend(place: Place) -> None:
             kernels: Kernels, case: Case = case, queries: Queries = queries, qkv: Tensor = qkv, kv: Tensor = kv
         ) -> Tensor:
             out_T_X = qkv.new_full((qkv.shape[0], case.heads.queries * case.heads.dim), 7.0)
-            kernels.attend(qkv, kv, case.heads, queries, out_T_X)
+            kernels.attend(qkv, Kv(kv), case.heads, queries, out_T_X)
             return out_T_X
 
         found, expected = both(run)
@@ -162,7 +118,7 @@ def attend_ignores_what_lies_behind_the_end(place: Place) -> None:
         last = int(queries.table_N_P[0, 1])
         kv[:, last, :, 5:] = garbage
         out_T_X = qkv.new_zeros(1, 128)
-        triton_kernels.KERNELS.attend(qkv, kv, case.heads, queries, out_T_X)
+        triton_kernels.KERNELS.attend(qkv, Kv(kv), case.heads, queries, out_T_X)
         outs.append(out_T_X)
     close(outs[1], outs[0], 0.0)
 
@@ -219,10 +175,19 @@ CHECKS: dict[str, Callable[[Place], None]] = {
         sample_says_that_logits_are_no_numbers,
         verify,
         verify_leaves_the_targets_distribution,
+        cuda_fp8.fp8_quantize,
+        cuda_fp8.fp8_behind_norm_and_gating,
+        cuda_fp8.fp8_weights,
+        cuda_fp8.fp8_product,
+        cuda_fp8.fp8_product_in_bf16,
+        cuda_fp8_pages.fp8_rotate_and_store,
+        cuda_fp8_pages.fp8_attend,
+        cuda_fp8_pages.fp8_attend_ignores_what_lies_behind_the_end,
     )
 }
 
 if __name__ == "__main__":
+    round_as_hardware()
     for name in sys.argv[1:]:
         CHECKS[name](Place(torch.device("cpu"), large=False))
         print(name, "ok")

@@ -1,5 +1,6 @@
 """The kernels of the GPU engine: on a GPU where there is one, else in Triton's interpreter."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,7 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.engines.native.cuda.engine import CudaEngine
 from tests.engines.cuda_kernels import CHECKS, Place
+from tests.engines.driving import Answer, collect_all, serving
+from tests.precision.test_cuda_engine import QUANTIZED, answers, engine, greedy, publishing
+from tests.tiny_model import tiny_checkpoint
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which torch has only for GPUs")
@@ -20,6 +25,32 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 @pytest.mark.parametrize("name", CHECKS)
 def test_kernel_on_the_gpu(name: str) -> None:
     CHECKS[name](Place(torch.device("cuda"), large=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_fp8_engine_on_the_gpu(precision: str, tmp_path: Path) -> None:
+    """A sync changes what captured graphs compute: to what an engine computes that starts with those weights."""
+    shape = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
+    tiny_checkpoint(tmp_path / "old", **shape)
+    tiny_checkpoint(tmp_path / "new", seed=1, **shape)
+
+    def make(name: str, device: str = "cuda") -> CudaEngine:
+        return engine(tmp_path / name, precision, device=device)
+
+    async def synced() -> tuple[list[Answer], list[Answer]]:
+        async with serving(make("old")) as serves:
+            before = await collect_all(serves, greedy())
+            with publishing(tmp_path / "new", precision, kv_scales="engine") as new:
+                await serves.load_weights(new.publish(1), "keep")
+            return before, await collect_all(serves, greedy())
+
+    before, after = asyncio.run(synced())
+    on_cpu = answers(make("old", "cpu")), answers(make("new", "cpu"))
+    for found, expected in zip((before, after), on_cpu, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert abs(one.logprobs[0] - other.logprobs[0]) < 0.1
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same is tested on the GPU")

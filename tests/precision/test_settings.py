@@ -58,12 +58,25 @@ def test_other_precisions_have_none_of_it() -> None:
     assert (carrier("fp32", VllmEngine()), carrier("bf16", NativeEngine())) == ("fp32", "bf16")
 
 
+def test_what_is_not_in_fp8_is_bf16_on_a_gpu_and_fp32_in_the_simulation() -> None:
+    assert carrier("fp8", NativeEngine(device="cuda")) == carrier("fp8", VllmEngine()) == "bf16"
+    assert carrier("fp8", NativeEngine(device="cpu")) == carrier("fp32", NativeEngine(device="cuda")) == "fp32"
+
+
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
         (
-            {"rollout": {"precision": "fp8"}, "engine": {"type": "native", "device": "cuda"}},
-            "rollout.precision=fp8: engine=native simulates FP8 on a CPU",
+            {"rollout": {"precision": "fp8"}, "engine": {"type": "native", "device": "auto"}},
+            "use engine.device=cuda or engine.device=cpu instead of auto",
+        ),
+        (
+            {
+                "rollout": {"precision": "fp8"},
+                "engine": {"type": "native", "device": "cuda"},
+                "sentinel": {"on_fp8": "fall_back"},
+            },
+            "our engine on a GPU cannot leave FP8 while it runs; use sentinel.on_fp8=stop",
         ),
         (
             {"rollout": {"precision": "fp8_kv"}, "engine": {"type": "vllm"}},

@@ -13,7 +13,7 @@ from asyncrl.engines.native.engine import NativeEngine
 from asyncrl.engines.native.speculation.build import build_chooser, has_trees
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
-from asyncrl.precision.settings import Fp8, numerics
+from asyncrl.precision.settings import Fp8, carrier, numerics
 
 
 def build_native(
@@ -28,16 +28,12 @@ def build_native(
     learned: Sequence[Range] = (),
 ) -> Engine:
     found = numerics(precision, fp8 or Fp8())
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if carrier(precision, settings) == "bf16" else torch.float32
     chooser = build_chooser(drafter, learned)
     if not on_gpu(settings, drafter):
         torch.set_num_threads(settings.threads)
         return NativeEngine(
             model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser, tap=tap
-        )
-    if found is not None:
-        raise EngineError(
-            f"rollout.precision={precision}: the native engine has no FP8 kernels for GPUs; use engine.device=cpu"
         )
     if tap is not None:
         raise EngineError(
@@ -46,7 +42,7 @@ def build_native(
         )
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
-    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype, chooser=chooser)
+    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser)
 
 
 def on_gpu(settings: Settings, drafter: DrafterSettings) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncrl.drafting.tapping import RolloutTap
 from asyncrl.engines.native.cache import KvCache
 from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
-from asyncrl.engines.native.published import Receiver, load_adapters, load_published
+from asyncrl.engines.native.published import Receiver, load_adapters, load_published, not_in_fp8
 from asyncrl.engines.native.sampling import Column, sample
 from asyncrl.engines.native.scheduler import Step
 from asyncrl.engines.native.slots import Ended, SlotTable
@@ -39,10 +39,7 @@ class Policy:
     def load(self, manifest: WeightManifest, receiver: Receiver) -> str:
         """The published version, laid out for decoding."""
         if manifest.fp8 is not None:
-            raise WeightSyncError(
-                f"engine {receiver.engine}: version {manifest.version} is meant for FP8, and this engine was started "
-                "without it; start both with the same rollout.precision"
-            )
+            raise WeightSyncError(not_in_fp8(receiver.engine, manifest.version))
         return self._take(manifest, receiver)
 
     def _take(self, manifest: WeightManifest, receiver: Receiver) -> str:

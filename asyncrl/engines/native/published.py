@@ -66,6 +66,13 @@ def load_adapters(manifest: WeightManifest, held: dict[str, Tensor], base: Path,
     return digest
 
 
+def not_in_fp8(engine: str, version: int) -> str:
+    return (
+        f"engine {engine}: version {version} is meant for FP8, and this engine was started without it; start both with "
+        "the same rollout.precision"
+    )
+
+
 def check_fit(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver) -> None:
     published = {(spec.name, spec.shape) for spec in manifest.tensors}
     differing = published ^ {(name, tuple(tensor.shape)) for name, tensor in held.items()}

@@ -22,6 +22,7 @@ from asyncrl.engines.native.cuda.drafting import Drafting
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Shape, Sizes, StepInputs
 from asyncrl.engines.native.cuda.kernels.shapes import Drafts
+from asyncrl.engines.native.cuda.memory import KvMemory
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import Copy
 from asyncrl.engines.native.sampling import Column, RowSettings, sample
@@ -34,23 +35,21 @@ class Decoding:
     def __init__(
         self,
         model: CudaModel,
-        pages: Tensor,
+        memory: KvMemory,
         sizes: Sizes,
         inputs: StepInputs,
         board: Board,
         graphs: GraphPool,
         drafting: Drafting | None = None,
     ) -> None:
-        """`pages` have a layer for each of the model's, and one for the head of `drafting`."""
         self.model, self.inputs, self.graphs, self.drafting = model, inputs, graphs, drafting
-        self._board, self._pages = board, pages
-        self._kv = pages.unbind() if drafting is None else pages[:-1].unbind()
+        self._board, self.memory = board, memory
         self._buckets = buckets(sizes.rows)
         self._coarse = [*(1 << power for power in range((sizes.rows - 1).bit_length())), sizes.rows]
         self._tiles = [1 << power for power in range((sizes.tiles - 1).bit_length())] + [sizes.tiles]
         self._all_final = drafting is not None and drafting.taps() is None
         tokens = sizes.rows * sizes.width + (sizes.tiles * sizes.tile if self._all_final else 0)
-        self._hidden_T_E = pages.new_zeros(tokens, model.embedding_V_E.shape[1])
+        self._hidden_T_E = model.embedding_V_E.new_zeros(tokens, model.embedding_V_E.shape[1])
 
     def shape(self, rows: int, tiles: int, width: int = 1, *, follow: bool = False) -> Shape:
         """The smallest that fits. Where drafts come in, the steps of sizes are coarser: there are more kinds."""
@@ -66,7 +65,7 @@ class Decoding:
         if self.drafting is not None:
             for rows in reversed(self._coarse):
                 for depth in depths:
-                    self._capture(("draft", rows, depth), partial(self.drafting.draft, rows, depth, self._pages[-1]))
+                    self._capture(("draft", rows, depth), partial(self.drafting.draft, rows, depth, self.memory.head))
 
     def step(self, shape: Shape, rows: int, restricted: RowSettings | None) -> Flight:
         """Run what the inputs say."""
@@ -79,17 +78,17 @@ class Decoding:
     def draft(self, rows: int, depth: int) -> None:
         """For the next step, behind what this one has sampled; `rows` are padded."""
         if self.drafting is not None:
-            launch = partial(self.drafting.draft, rows, depth, self._pages[-1])
+            launch = partial(self.drafting.draft, rows, depth, self.memory.head)
             self.graphs.run(("draft", rows, depth), launch)
 
     def catch_up(self, slots: SlotTable, table_N_P: Column) -> None:
         """Let the head follow the rows that it has left alone."""
         if self.drafting is not None:
             padded = _fitting(self._coarse, slots.count)
-            self.drafting.catch_up(slots, table_N_P, padded, self.graphs, self._pages[-1])
+            self.drafting.catch_up(slots, table_N_P, padded, self.graphs, self.memory.head)
 
     def copy_page(self, copy: Copy) -> None:
-        self._pages[:, :, copy.target].copy_(self._pages[:, :, copy.source])
+        self.memory.copy(copy)
 
     def _capture(self, key: object, launch: partial[None]) -> None:
         launch()
@@ -99,11 +98,11 @@ class Decoding:
         tokens, queries, count = self.inputs.tokens(shape), self.inputs.queries(shape), shape.rows * shape.width
         hidden_T_E = self._hidden_T_E[: sum(map(len, tokens)) if self._all_final else count]
         taps = self.drafting.taps() if self.drafting is not None else None
-        self.model.forward(tokens, queries, self._board.ahead_W_B.view(-1), self._kv, hidden_T_E, taps)
+        self.model.forward(tokens, queries, self._board.ahead_W_B.view(-1), self.memory.layers, hidden_T_E, taps)
         self._sample(shape, self.model.logits(hidden_T_E[:count]))
         if self.drafting is not None:
             read_T_R = hidden_T_E if taps is None else torch.cat(taps.found_T_E, -1)
-            self.drafting.see(shape, read_T_R, self._pages[-1])
+            self.drafting.see(shape, read_T_R, self.memory.head)
 
     def _sample(self, shape: Shape, logits_X_V: Tensor) -> None:
         device, board, rows, count = self.inputs.device, self._board, shape.rows, logits_X_V.shape[0]

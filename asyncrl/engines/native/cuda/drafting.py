@@ -20,7 +20,7 @@ from asyncrl.engines.native.cuda.board import Board
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.head import CudaHead
 from asyncrl.engines.native.cuda.inputs import Block, Shape, Sizes, StepInputs
-from asyncrl.engines.native.cuda.kernels.shapes import Proposals, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Kv, Proposals, Queries
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.engines.native.sampling import Column
@@ -74,7 +74,7 @@ class Drafting:
         """None: it reads the final hidden states."""
         return Taps(self._head.config.taps) if self._head.config.taps else None
 
-    def see(self, shape: Shape, read_T_R: Tensor, kv: Tensor) -> None:
+    def see(self, shape: Shape, read_T_R: Tensor, kv: Kv) -> None:
         """As a part of the target's step: follow what drafts begin behind, and prompts; keep the rest in the ring."""
         rows, count, device = shape.rows, shape.rows * shape.width, self._inputs.device
         tile_tokens = [device.tile_next_J_S[: shape.tiles].view(-1)] if shape.tiles else []
@@ -94,7 +94,7 @@ class Drafting:
             feature_T_E = self._cuda_head.features(read_T_R[count:])
             self._cuda_head.store(feature_T_E, tile_tokens, self._inputs.tiles(shape), kv)
 
-    def draft(self, rows: int, depth: int, kv: Tensor) -> None:
+    def draft(self, rows: int, depth: int, kv: Kv) -> None:
         """Tokens behind the newest one of each row, each from a pass over the one before it."""
         device, ahead_W_B = self._inputs.device, self._board.ahead_W_B
         temperature_N, token_N = device.temperature_N[:rows], self._token_B[:rows]
@@ -112,7 +112,7 @@ class Drafting:
             self._kernels.sample(logits_N_U, temperature_N, uniform_N, token_N, logprob_N)
             ahead_W_B[index + 1, :rows] = self._ids_U.index_select(0, token_N)
 
-    def catch_up(self, slots: SlotTable, table_N_P: Column, padded: int, graphs: GraphPool, kv: Tensor) -> None:
+    def catch_up(self, slots: SlotTable, table_N_P: Column, padded: int, graphs: GraphPool, kv: Kv) -> None:
         """Follow the rows over what is in the ring, as far as the token behind is known."""
         rows, (token_N_Q, start_N, count_N, sent_N_P) = slots.count, self._lagging.next()
         begin_N = slots.head_computed[:rows]
@@ -132,7 +132,7 @@ class Drafting:
         """Tokens that each row gets in this step, within what it may fill; 0 where it gets none."""
         return torch.minimum(self._board.accepted(rows) + 1, self._inputs.device.count_N[:rows])
 
-    def _catch_up(self, rows: int, kv: Tensor) -> None:
+    def _catch_up(self, rows: int, kv: Kv) -> None:
         token_B_Q, start_B, count_B, table_B_P = self._lagging.device
         place_N_Q = (start_B[:rows, None] + self._place_Q) % RING
         read_N_Q_R = self._ring_B_Q_R[self._row_B[:rows, None], place_N_Q]

@@ -25,11 +25,12 @@ from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.board import Board, Flight
 from asyncrl.engines.native.cuda.decoding import Decoding
 from asyncrl.engines.native.cuda.drafting import RING, Drafting
+from asyncrl.engines.native.cuda.fp8 import Fp8Serving, agree, serve
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Fields, Sizes, StepInputs
 from asyncrl.engines.native.cuda.kernels import torch_kernels
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels
-from asyncrl.engines.native.cuda.model import CudaModel
+from asyncrl.engines.native.cuda.memory import KvMemory, page_bytes
 from asyncrl.engines.native.cuda.pages import PAGE, PageTable, pages_of
 from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_depths
@@ -44,7 +45,7 @@ from asyncrl.engines.native.speculation.source import Chooser
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.names import hf_tensors
+from asyncrl.precision.settings import Numerics
 from asyncrl.types import WeightAck, WeightManifest
 
 log = logging.getLogger(__name__)
@@ -64,12 +65,13 @@ class CudaEngine(RowEngine):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         kernels: Kernels | None = None,
+        numerics: Numerics | None = None,
         pages: int | None = None,
         chooser: Chooser | None = None,
     ) -> None:
         """`pages` of keys and values; None: as many as `settings.memory` leaves room for."""
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
-        self._model_path, self._dtype, self._pages = model_path, dtype, pages
+        self._model_path, self._dtype, self._numerics, self._pages = model_path, dtype, numerics, pages
         self._device = device or torch.device("cuda")
         self._kernels = kernels or _kernels(self._device)
         self._depths = chain_depths(self._drafter)
@@ -78,6 +80,8 @@ class CudaEngine(RowEngine):
         self._flight: Flight | None = None
         self._settings_on_device: tuple[RowSettings, RowSettings | None] | None = None
         self._drafter_version = 0
+        self.kv_tokens = 0
+        """Tokens whose keys and values there is room for, once it has started."""
         self._clock = Clock()
         self._strategy = PLAIN
         """What has drafted for the next step."""
@@ -91,7 +95,7 @@ class CudaEngine(RowEngine):
         async with self._updating:
             self._require_serving(what)
             receiver = Receiver(self.name, f"version {self._version}", "model")
-            digest = await self._load(manifest, self._held, receiver, what)
+            digest = await self._load(manifest, self._held, receiver, what, self._fp8)
             self._switch_version(manifest.version)
             self._planner.forget_prompts()
             again = self._planner.recompute() if on_update == "recompute" else 0
@@ -115,40 +119,57 @@ class CudaEngine(RowEngine):
             self._drafter_version = manifest.version
         return WeightAck(self.name, manifest.version, digest)
 
-    async def _load(self, manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver, what: str) -> str:
+    async def _load(
+        self,
+        manifest: WeightManifest,
+        held: dict[str, Tensor],
+        receiver: Receiver,
+        what: str,
+        fp8: Fp8Serving | None = None,
+    ) -> str:
         """Published tensors into those held, between two steps."""
+        agree(fp8, manifest, receiver)
         # In a thread, and so on another stream: decoding goes on while the published bytes are checked.
         digest = await asyncio.to_thread(weights.verify, manifest, held, receiver)
+        scales = await asyncio.to_thread(fp8.kv_scales, manifest, receiver) if fp8 is not None else ()
         self._require_serving(what)
         self._drain()
         with self._timeline.work():
+            if fp8 is not None:
+                fp8.probe(manifest, receiver, lambda names: weights.load(manifest, held, self._device, names))
             weights.load(manifest, held, self._device)
+            if scales:
+                self._decoding.memory.rescale(scales)
         self._timeline.wait()  # the trainer may write there again once we have answered
         return digest
 
     def _open(self) -> None:
         settings, device, timeline = self.settings, self._device, Timeline(self._device)
         model, config = load_model(self._model_path, self._dtype, device)
-        drafter, drafting = self._drafter, None
-        self._held, self._timeline = dict(hf_tensors(model)), timeline
+        drafter, drafting, numerics, self._timeline = self._drafter, None, self._numerics, timeline
         tile = self._tile = max(16, _TILE_QUERIES * config.kv_heads // config.heads)
         tiles, width = max(1, settings.prefill_chunk // tile), self._widest
         sizes = Sizes(settings.max_batch, width, pages_of(settings.max_length), tiles, tile)
         graphs = GraphPool(timeline, int(settings.graph_memory_gib * 2**30))
         with timeline.work():
-            cuda_model = CudaModel(model, settings.max_length, self._kernels)
+            cuda_model, self._held, self._fp8 = serve(model, settings, self._kernels, numerics)
             inputs, board = StepInputs(sizes, timeline), Board(sizes, timeline)
             if isinstance(drafter, EagleDrafter | Eagle3Drafter):
                 head = build_head(drafter, config).requires_grad_(False).to(device, self._dtype)
                 drafting = Drafting(head, cuda_model, sizes, inputs, board, timeline)
-            layers = config.layers + (drafting is not None)
-            pages = self._pages or weights.page_count(config, settings, self._dtype, device, layers=layers, width=width)
-            memory = cuda_model.new_pages(pages, PAGE, layers)
+            kind = {"fp8": numerics is not None and numerics.kv, "head": drafting is not None}
+            page = page_bytes(config, self._dtype, **kind)
+            pages = self._pages or weights.page_count(config, settings, device, page, width)
+            memory = KvMemory(cuda_model, pages, **kind)
+            if self._fp8 is not None and kind["fp8"]:
+                memory.rescale(self._fp8.own_scales())
             self._decoding = Decoding(cuda_model, memory, sizes, inputs, board, graphs, drafting)
             if device.type == "cuda":
                 self._decoding.capture_all(self._depths)
         timeline.wait()
-        log.info("engine %s: %d pages, %d graphs in %.2f GiB", self.name, pages, graphs.count, graphs.bytes / 2**30)
+        self.kv_tokens = pages * PAGE
+        known = self.name, self.kv_tokens, graphs.count, graphs.bytes / 2**30
+        log.info("engine %s: room for the keys and values of %d tokens, %d graphs in %.2f GiB", *known)
         self._plan(config.vocabulary, pages, sizes)
 
     def _plan(self, vocabulary: int, pages: int, sizes: Sizes) -> None:
@@ -166,7 +187,7 @@ class CudaEngine(RowEngine):
 
     def _shut(self) -> None:
         self._timeline.wait()
-        del self._decoding, self._planner, self._slots, self._held, self._speculation
+        del self._decoding, self._planner, self._slots, self._held, self._fp8, self._speculation
         self._flight = None
         gc.collect()  # captured graphs lie in cycles, and hold memory that others on the card wait for
         if self._device.type == "cuda":

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.drafting.heads import Head
-from asyncrl.engines.native.cuda.kernels.shapes import Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Kv, Queries
 from asyncrl.engines.native.cuda.model import Block, CudaModel, fp32_logits
 
 
 class CudaHead:
     def __init__(self, head: Head, target: CudaModel) -> None:
-        self._target, self._block = target, Block.of(head)
+        self._target = target
+        self._block = Block.of({name: each.detach() for name, each in head.named_parameters()})
         self._fc = head.fc.weight.detach().t()
         norms = head.embedding_norm, head.feature_norm, head.norm
         self._norms = [norm.detach() for norm in norms if norm is not None]
@@ -32,11 +33,11 @@ class CudaHead:
         """From what was read of the target to what the others take."""
         return torch.mm(read_T_R, self._fc) if self._norms else read_T_R
 
-    def store(self, feature_T_E: Tensor, tokens: Sequence[Tensor], queries: Sequence[Queries], kv: Tensor) -> None:
+    def store(self, feature_T_E: Tensor, tokens: Sequence[Tensor], queries: Sequence[Queries], kv: Kv) -> None:
         """Write keys and values; each token is the one behind its feature's."""
         self._target.store(self._block, self._inputs(feature_T_E, tokens)[1], queries, kv)
 
-    def forward(self, feature_T_E: Tensor, tokens_T: Tensor, queries: Queries, kv: Tensor) -> Tensor:
+    def forward(self, feature_T_E: Tensor, tokens_T: Tensor, queries: Queries, kv: Kv) -> Tensor:
         """The head's state, which is also the feature of the next position if the head goes on alone."""
         x_T_E, y_T_X = self._inputs(feature_T_E, [tokens_T])
         y_T_X = self._target.attention(self._block, y_T_X, [queries], [queries], kv)

@@ -7,89 +7,124 @@ Axis suffixes: T flat tokens, E hidden size, X heads side by side or pages, K ke
 D head dimension, L positions, C = D/2, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncrl.drafting.heads import Head
-from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Queries
-from asyncrl.models.decoder import Decoder, Layer, Taps
+from asyncrl.engines.native.cuda.kernels.shapes import Codes, Fp8Matrix, Heads, Kernels, Kv, Queries
+from asyncrl.models.decoder import Decoder, Taps
+
+Matrix = Tensor | Fp8Matrix
+"""What is no FP8 is inputs by outputs: a view of the transpose."""
+Input = Tensor | Codes
+"""What a matrix is multiplied with: in FP8, what was quantized for it."""
+Named = Mapping[str, Tensor | Fp8Matrix]
 
 
 class Block(NamedTuple):
-    """The parameters of a layer behind its first norm. Matrices are inputs by outputs: views of the transposes."""
+    """The parameters of a layer behind its first norm."""
 
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
-    out: Tensor
+    out: Matrix
     out_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
     @classmethod
-    def of(cls, layer: Layer | Head, qk_norm: Tensor | None = None) -> "Block":
+    def of(cls, named: Named) -> "Block":
+        """From a layer's or a head's parameters by their names."""
+        norms = _optional(named, "qk_norm"), _optional(named, "mlp_norm")
+        assert norms[1] is not None
         return cls(
-            *_linear(layer.qkv_proj),
-            None if qk_norm is None else qk_norm.detach(),
-            *_linear(layer.o_proj),
-            layer.mlp_norm.detach(),
-            *_linear(layer.gate_up_proj),
-            *_linear(layer.down_proj),
+            *_linear(named, "qkv_proj"),
+            norms[0],
+            *_linear(named, "o_proj"),
+            norms[1],
+            *_linear(named, "gate_up_proj"),
+            *_linear(named, "down_proj"),
         )
 
 
 class CudaModel:
-    def __init__(self, model: Decoder, length: int, kernels: Kernels) -> None:
-        config, self.kernels = model.config, kernels
+    def __init__(
+        self,
+        model: Decoder,
+        length: int,
+        kernels: Kernels,
+        in_fp8: Sequence[Mapping[str, Fp8Matrix]] = (),
+        *,
+        power_of_two: bool = False,
+    ) -> None:
+        """`in_fp8`: of each layer, the matrices that take the place of parameters."""
+        config, self.kernels, self._power_of_two = model.config, kernels, power_of_two
         self.heads, self._eps = Heads(config.heads, config.kv_heads, config.head_dim), config.norm_eps
         self.embedding_V_E = model.embed_tokens.weight.detach()
         self.head_E_V = model.output_matrix.detach().t()
-        self._blocks = [Block.of(layer, layer.qk_norm) for layer in model.blocks()]
-        self._input_norms = [layer.input_norm.detach() for layer in model.blocks()]
+        layers = [{name: each.detach() for name, each in layer.named_parameters()} for layer in model.blocks()]
+        replaced = in_fp8 or [{}] * len(layers)
+        self.blocks = [Block.of({**layer, **fp8}) for layer, fp8 in zip(layers, replaced, strict=True)]
+        self.input_norms = [layer["input_norm"] for layer in layers]
         self._norm_E = model.norm.detach()
         frequencies_C = model.frequencies_D[config.head_dim // 2 :]
         angles_L_C = torch.arange(length, device=frequencies_C.device)[:, None] * frequencies_C
         self._turns_2_L_C = torch.stack([angles_L_C.cos(), angles_L_C.sin()]).contiguous()
 
-    def new_pages(self, pages: int, page: int, layers: int | None = None) -> Tensor:
+    def new_pages(self, pages: int, page: int, layers: int, dtype: torch.dtype | None = None) -> Tensor:
         """By layers, keys and values, and pages."""
-        layers = len(self._blocks) if layers is None else layers
-        return self.embedding_V_E.new_zeros(layers, 2, pages, self.heads.keys, page, self.heads.dim)
+        shape = layers, 2, pages, self.heads.keys, page, self.heads.dim
+        return self.embedding_V_E.new_zeros(shape, dtype=dtype)
 
     def forward(
         self,
         tokens: Sequence[Tensor],
         queries: Sequence[Queries],
         sampled: Tensor,
-        kv: Sequence[Tensor],
+        kv: Sequence[Kv],
         out_T_E: Tensor,
         taps: Taps | None = None,
     ) -> None:
         """Final hidden states of the first queries, or of all of them, as many as `out_T_E` has room for."""
         x_T_E = self.embedded(tokens, sampled)
         final = queries if out_T_E.shape[0] == x_T_E.shape[0] else queries[:1]
-        for index, (block, kv_2_X_K_S_D) in enumerate(zip(self._blocks, kv, strict=True)):
+        for index, (block, held) in enumerate(zip(self.blocks, kv, strict=True)):
             if taps is not None and index in taps.layers:
                 taps.see(index, x_T_E.clone())
-            wanted = queries if index + 1 < len(self._blocks) else final
-            normed_T_E = self.normed(x_T_E, self._input_norms[index])
-            y_T_X = self.attention(block, normed_T_E, queries, wanted, kv_2_X_K_S_D)
-            x_T_E = self.after_attention(block, x_T_E[: y_T_X.shape[0]], y_T_X)
+            wanted = queries if index + 1 < len(self.blocks) else final
+            x_T_E = self.layer(self.input_norms[index], block, x_T_E, queries, wanted, held)
         self.kernels.rms_norm(x_T_E, self._norm_E, self._eps, out_T_E)
+
+    def layer(
+        self,
+        norm_E: Tensor,
+        block: Block,
+        x_T_E: Tensor,
+        queries: Sequence[Queries],
+        wanted: Sequence[Queries],
+        kv: Kv,
+    ) -> Tensor:
+        y_T_X = self.attention(block, self.normed_for(block.qkv, x_T_E, norm_E), queries, wanted, kv)
+        return self.after_attention(block, x_T_E[: y_T_X.shape[0]], y_T_X)
 
     def after_attention(self, block: Block, x_T_E: Tensor, y_T_X: Tensor) -> Tensor:
         """The rest of a layer; the residual stream is changed in place."""
-        _add_product(x_T_E, y_T_X, block.out, block.out_bias)
-        gate_up_T_X = _product(self.normed(x_T_E, block.mlp_norm), block.gate_up, block.gate_up_bias)
-        y_T_F = gate_up_T_X.new_empty(x_T_E.shape[0], gate_up_T_X.shape[1] // 2)
-        self.kernels.gated(gate_up_T_X, y_T_F)
-        _add_product(x_T_E, y_T_F, block.down, block.down_bias)
+        self._add_product(x_T_E, self._quantized_for(block.out, y_T_X), block.out, block.out_bias)
+        normed = self.normed_for(block.gate_up, x_T_E, block.mlp_norm)
+        gate_up_T_X = self._product(normed, block.gate_up, block.gate_up_bias)
+        tokens, width = gate_up_T_X.shape[0], gate_up_T_X.shape[1] // 2
+        if isinstance(block.down, Fp8Matrix):
+            y = Codes.empty(tokens, width, x_T_E.device)
+            self.kernels.gated_quantized(gate_up_T_X, y, self._power_of_two)
+        else:
+            y = gate_up_T_X.new_empty(tokens, width)
+            self.kernels.gated(gate_up_T_X, y)
+        self._add_product(x_T_E, y, block.down, block.down_bias)
         return x_T_E
 
     def logits(self, hidden_T_E: Tensor) -> Tensor:
@@ -100,6 +135,14 @@ class CudaModel:
         self.kernels.rms_norm(x_T_E, weight_E, self._eps, out_T_E)
         return out_T_E
 
+    def normed_for(self, matrix: Matrix, x_T_E: Tensor, weight_E: Tensor) -> Input:
+        """As the matrix wants it."""
+        if not isinstance(matrix, Fp8Matrix):
+            return self.normed(x_T_E, weight_E)
+        codes = Codes.of(x_T_E)
+        self.kernels.rms_norm_quantized(x_T_E, weight_E, self._eps, codes, self._power_of_two)
+        return codes
+
     def embedded(self, tokens: Sequence[Tensor], sampled: Tensor) -> Tensor:
         counts = [part.shape[0] for part in tokens]
         x_T_E = self.embedding_V_E.new_empty(sum(counts), self.embedding_V_E.shape[1])
@@ -108,22 +151,57 @@ class CudaModel:
         return x_T_E
 
     def attention(
-        self, block: Block, x_T_E: Tensor, queries: Sequence[Queries], wanted: Sequence[Queries], kv: Tensor
+        self, block: Block, x: Input, queries: Sequence[Queries], wanted: Sequence[Queries], kv: Kv
     ) -> Tensor:
         """Of those wanted, which come first."""
-        parts = self.store(block, x_T_E, queries, kv)  # all keys before any query: parts may be of the same row
+        parts = self.store(block, x, queries, kv)  # all keys before any query: parts may be of the same row
         counts = [part.tokens for part in wanted]
-        out_T_X = x_T_E.new_empty(sum(counts), self.heads.queries * self.heads.dim)
+        out_T_X = parts[0].new_empty(sum(counts), self.heads.queries * self.heads.dim)
         for part, qkv, out in zip(wanted, parts, out_T_X.split(counts), strict=False):
             self.kernels.attend(qkv, kv, self.heads, part, out)
         return out_T_X
 
-    def store(self, block: Block, x_T_E: Tensor, queries: Sequence[Queries], kv: Tensor) -> Sequence[Tensor]:
+    def store(self, block: Block, x: Input, queries: Sequence[Queries], kv: Kv) -> Sequence[Tensor]:
         """Write keys and values, and return what attention goes on with."""
-        parts = _product(x_T_E, block.qkv, block.qkv_bias).split([part.tokens for part in queries])
+        parts = self._product(x, block.qkv, block.qkv_bias).split([part.tokens for part in queries])
         for part, qkv in zip(queries, parts, strict=True):
             self.kernels.rotate_and_store(qkv, self._turns_2_L_C, block.qk_norm, self._eps, kv, self.heads, part)
         return parts
+
+    def product_gauge(self, x_T_I: Tensor, matrix: Fp8Matrix) -> Tensor:
+        """A product as decoding makes it, in fp32."""
+        codes = self._quantized_for(matrix, x_T_I)
+        assert isinstance(codes, Codes)
+        out_T_O = x_T_I.new_empty(x_T_I.shape[0], matrix.values_O_I.shape[0], dtype=torch.float32)
+        self.kernels.fp8_product(codes, matrix, None, None, out_T_O)
+        return out_T_O
+
+    def _quantized_for(self, matrix: Matrix, x_T_I: Tensor) -> Input:
+        if not isinstance(matrix, Fp8Matrix):
+            return x_T_I
+        codes = Codes.of(x_T_I)
+        self.kernels.quantize(x_T_I, codes, self._power_of_two)
+        return codes
+
+    def _product(self, x: Input, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        if isinstance(matrix, Fp8Matrix):
+            assert isinstance(x, Codes)
+            out_T_O = self.embedding_V_E.new_empty(x.values_T_I.shape[0], matrix.values_O_I.shape[0])
+            self.kernels.fp8_product(x, matrix, bias, None, out_T_O)
+            return out_T_O
+        assert isinstance(x, Tensor)
+        return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+
+    def _add_product(self, x_T_E: Tensor, y: Input, matrix: Matrix, bias: Tensor | None) -> None:
+        """In place, as part of the product: the residual stream is rounded once."""
+        if isinstance(matrix, Fp8Matrix):
+            assert isinstance(y, Codes)
+            self.kernels.fp8_product(y, matrix, bias, x_T_E, x_T_E)
+            return
+        assert isinstance(y, Tensor)
+        x_T_E.addmm_(y, matrix)
+        if bias is not None:
+            x_T_E.add_(bias)
 
 
 def fp32_logits(hidden_T_E: Tensor, output_E_V: Tensor) -> Tensor:
@@ -134,17 +212,12 @@ def fp32_logits(hidden_T_E: Tensor, output_E_V: Tensor) -> Tensor:
     return torch.mm(hidden_T_E, output_E_V, out_dtype=torch.float32)
 
 
-def _linear(linear: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
-    biases = [tensor.detach() for name, tensor in linear.named_parameters() if name == "bias"]
-    return linear.weight.detach().t(), biases[0] if biases else None
+def _linear(named: Named, name: str) -> tuple[Matrix, Tensor | None]:
+    weight = named[f"{name}.weight"]
+    return weight.t() if isinstance(weight, Tensor) else weight, _optional(named, f"{name}.bias")
 
 
-def _product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
-
-
-def _add_product(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
-    """In place, as part of the product: the residual stream is rounded once."""
-    x.addmm_(y, matrix)
-    if bias is not None:
-        x.add_(bias)
+def _optional(named: Named, name: str) -> Tensor | None:
+    found = named.get(name)
+    assert not isinstance(found, Fp8Matrix)
+    return found

@@ -3,13 +3,13 @@
 The published bytes are checked before anything is touched, so there is no copy of the old weights to fall back to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.pages import PAGE, pages_of
+from asyncrl.engines.native.cuda.pages import pages_of
 from asyncrl.engines.native.published import Receiver, check_fit
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
@@ -37,16 +37,23 @@ def verify(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver
     return digest
 
 
-def load(manifest: WeightManifest, held: dict[str, Tensor], device: torch.device) -> None:
-    published = read_published(manifest, device)
+def load(
+    manifest: WeightManifest, held: dict[str, Tensor], device: torch.device, names: Iterable[str] | None = None
+) -> None:
+    """All of it, or what has these names."""
+    wanted = set(held if names is None else names)
+    published = (pair for pair in read_published(manifest, device) if pair[0] in wanted)
     while some := list(islice(published, _AT_ONCE)):
-        _copy([held[name] for name, _ in some], [tensor for _, tensor in some])
+        _copy([_plain(held[name]) for name, _ in some], [_plain(tensor) for _, tensor in some])
 
 
-def page_count(
-    config: ModelConfig, settings: Settings, dtype: torch.dtype, device: torch.device, *, layers: int, width: int
-) -> int:
-    """Pages of `layers` that the memory beside the weights holds, but no more than all rows can fill.
+def _plain(tensor: Tensor) -> Tensor:
+    """FP8 as bytes: not every operation of torch knows it."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def page_count(config: ModelConfig, settings: Settings, device: torch.device, page_bytes: int, width: int) -> int:
+    """Pages that the memory beside the weights holds, but no more than all rows can fill.
 
     `width` are the columns of a step's rows: all have logits.
     """
@@ -58,7 +65,6 @@ def page_count(
     taken = torch.cuda.memory_allocated(device)
     step = _STEP_BYTES + 4 * settings.max_batch * (width - 1) * config.vocabulary
     left = min(free, int(total * settings.memory) - taken) - int(settings.graph_memory_gib * 2**30) - step
-    page_bytes = 2 * layers * config.kv_heads * config.head_dim * PAGE * dtype.itemsize
     if left < (longest + 1) * page_bytes:
         raise EngineError(
             f"engine.memory={settings.memory} of {total / 2**30:.0f} GiB leaves {max(left, 0) / 2**30:.1f} GiB for "

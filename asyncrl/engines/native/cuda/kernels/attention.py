@@ -4,6 +4,9 @@ A program takes one group of tokens of one row and one key/value head. The query
 are the rows of one matrix product, and the pages of the row are its steps. Where there are few groups, the pages of a
 row are split between programs, each of which leaves its sum and the logarithm of its weight; `_join` adds them up.
 
+Pages in FP8 become fp16 on their way to the product, which is exact and one instruction; the scale of the keys is part
+of that of the scores, the values' comes in at the end.
+
 How many tokens a row has is read from the device, so one captured graph serves all lengths.
 """
 
@@ -12,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.shapes import Heads, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kv, Queries
 
 PROGRAMS = 512
-"""About four for each multiprocessor: enough to read memory at full speed."""
+"""About four for each multiprocessor: enough to read memory at full speed. Pages in FP8 are read in half the time, so
+there the work for each page counts for more: twice as many hide it."""
 MOST_SPLITS = 32
 STAGES = 3
 """Pages on their way at once, in a program."""
@@ -33,10 +37,17 @@ def _accumulate(total, weight, highest, score, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _load(pointer, mask, SCALED: tl.constexpr):
+    x = tl.load(pointer, mask=mask, other=0.0)
+    return x.to(tl.float16) if SCALED else x
+
+
+@triton.jit
 def _attend(
     qkv,
     keys,
     values,
+    scales,
     row_G,
     start_G,
     count_G,
@@ -54,6 +65,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     group, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     SHARE: tl.constexpr = H // K
@@ -61,32 +73,30 @@ def _attend(
     length = start + count
     pages = tl.where(count > 0, tl.cdiv(length, PAGE), 0)
     each = tl.cdiv(pages, SPLITS)
-    end = tl.minimum((split + 1) * each, pages)
     pages_of_row = table + tl.load(row_G + group) * PAGES
-
     index_m, place_d, place_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, PAGE)
     column = index_m // SHARE
     real_m = column < count
     inside_d = place_d < D
     token = (group * width + column).to(tl.int64)
     query_head = head * SHARE + index_m % SHARE
-    mask_m_d = real_m[:, None] & inside_d[None, :]
-    q = tl.load(qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d, mask=mask_m_d, other=0.0)
-
+    source = qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d
+    q = _load(source, real_m[:, None] & inside_d[None, :], SCALED)
+    heat = SCALE * 1.4426950408889634 * (tl.load(scales) if SCALED else 1.0)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    for number in range(split * each, end):
+    for number in range(split * each, tl.minimum((split + 1) * each, pages)):
         page = tl.load(pages_of_row + number).to(tl.int64)
         position = number * PAGE + place_n
         place = page * (K * PAGE * D) + head * (PAGE * D) + place_n[:, None] * D + place_d[None, :]
-        k = tl.load(keys + place, mask=inside_d[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * 1.4426950408889634)
+        k = _load(keys + place, inside_d[None, :], SCALED)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * heat
         score = tl.where(real_m[:, None] & (position[None, :] <= start + column[:, None]), score, float("-inf"))
         # What lies behind the end of a row may be no number, and even 0 times that is none.
-        v = tl.load(values + place, mask=(position < length)[:, None] & inside_d[None, :], other=0.0)
+        v = _load(values + place, (position < length)[:, None] & inside_d[None, :], SCALED)
         total, weight, highest = _accumulate(total, weight, highest, score, v, PRECISION)
-    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None] * (tl.load(scales + 1) if SCALED else 1.0)
     written = (index_m < width * SHARE)[:, None] & inside_d[None, :]
     slot = (token * H + query_head) * SPLITS + split
     tl.store(out + slot[:, None] * D + place_d, total.to(out.dtype.element_ty), mask=written)
@@ -110,14 +120,15 @@ def _join(parts, log_weight, out, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D
     tl.store(out + head * D + place, mean.to(out.dtype.element_ty), mask=inside)
 
 
-def splits_for(groups: int, kv_heads: int) -> int:
+def splits_for(groups: int, kv_heads: int, programs: int = PROGRAMS) -> int:
     """A power of two."""
-    wanted = max(1, PROGRAMS // (groups * kv_heads))
+    wanted = max(1, programs // (groups * kv_heads))
     return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
-def attend(qkv_T_X: Tensor, kv_2_X_K_S_D: Tensor, heads: Heads, queries: Queries, out_T_X: Tensor) -> None:
-    splits = splits_for(queries.groups, heads.keys)
+def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Tensor) -> None:
+    pages, scales = kv
+    splits = splits_for(queries.groups, heads.keys, PROGRAMS if scales is None else 2 * PROGRAMS)
     block_d = max(16, triton.next_power_of_2(heads.dim))
     block_m = max(16, triton.next_power_of_2(queries.width * heads.group))
     parts, log_weight = out_T_X, out_T_X
@@ -126,8 +137,9 @@ def attend(qkv_T_X: Tensor, kv_2_X_K_S_D: Tensor, heads: Heads, queries: Queries
         log_weight = out_T_X.new_empty(queries.tokens * heads.queries, splits, dtype=torch.float32)
     _attend[(queries.groups, heads.keys, splits)](
         qkv_T_X,
-        kv_2_X_K_S_D[0],
-        kv_2_X_K_S_D[1],
+        pages[0],
+        pages[1],
+        out_T_X if scales is None else scales,
         queries.row_G,
         queries.start_G,
         queries.count_G,
@@ -139,12 +151,13 @@ def attend(qkv_T_X: Tensor, kv_2_X_K_S_D: Tensor, heads: Heads, queries: Queries
         H=heads.queries,
         K=heads.keys,
         D=heads.dim,
-        PAGE=kv_2_X_K_S_D.shape[3],
+        PAGE=pages.shape[3],
         PAGES=queries.table_N_P.shape[1],
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
         PRECISION="ieee" if qkv_T_X.dtype == torch.float32 else "tf32",
+        SCALED=scales is not None,
         num_warps=4 if block_m <= 64 else 8,
         num_stages=STAGES if qkv_T_X.dtype != torch.float32 else 2,
     )

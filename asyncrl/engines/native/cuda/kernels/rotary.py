@@ -8,7 +8,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.shapes import Heads, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kv, Queries
+from asyncrl.precision.triton_quantizer import e4m3
+
+
+@triton.jit
+def _write(target, a, b, inside, scales, D: tl.constexpr, SCALED: tl.constexpr):
+    """Both halves of a head."""
+    if SCALED:
+        scale = tl.load(scales) + tl.zeros(a.shape, tl.float32)
+        tl.store(target, e4m3(tl.div_rn(a.to(tl.float32), scale)), mask=inside)
+        tl.store(target + D // 2, e4m3(tl.div_rn(b.to(tl.float32), scale)), mask=inside)
+    else:
+        tl.store(target, a, mask=inside)
+        tl.store(target + D // 2, b, mask=inside)
 
 
 @triton.jit
@@ -19,6 +32,7 @@ def _rotate_and_store(
     norms,
     keys,
     values,
+    scales,
     row_G,
     start_G,
     count_G,
@@ -32,6 +46,7 @@ def _rotate_and_store(
     PAGE: tl.constexpr,
     PAGES: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     token, head = tl.program_id(0), tl.program_id(1)
     group, column = token // width, token % width
@@ -59,19 +74,15 @@ def _rotate_and_store(
         b = (b * c + a * s).to(dtype)
         a = rotated
     if head < H:
-        tl.store(source + place, a, mask=inside)
-        tl.store(source + D // 2 + place, b, mask=inside)
+        _write(source + place, a, b, inside, scales, D, False)
     else:
         row = tl.load(row_G + group)
         page = tl.load(table + row * PAGES + position // PAGE).to(tl.int64)
-        which = (head - H) % K
-        slot = page * (K * PAGE * D) + which * (PAGE * D) + (position % PAGE) * D + place
+        slot = page * (K * PAGE * D) + (head - H) % K * (PAGE * D) + (position % PAGE) * D + place
         if head < H + K:
-            tl.store(keys + slot, a, mask=inside)
-            tl.store(keys + slot + D // 2, b, mask=inside)
+            _write(keys + slot, a, b, inside, scales, D, SCALED)
         else:
-            tl.store(values + slot, a, mask=inside)
-            tl.store(values + slot + D // 2, b, mask=inside)
+            _write(values + slot, a, b, inside, scales + 1, D, SCALED)
 
 
 def rotate_and_store(
@@ -79,17 +90,19 @@ def rotate_and_store(
     turns_2_L_C: Tensor,
     norm_2_D: Tensor | None,
     eps: float,
-    kv_2_X_K_S_D: Tensor,
+    kv: Kv,
     heads: Heads,
     queries: Queries,
 ) -> None:
+    pages, scales = kv
     _rotate_and_store[(queries.tokens, heads.all)](
         qkv_T_X,
         turns_2_L_C[0],
         turns_2_L_C[1],
         turns_2_L_C if norm_2_D is None else norm_2_D,
-        kv_2_X_K_S_D[0],
-        kv_2_X_K_S_D[1],
+        pages[0],
+        pages[1],
+        turns_2_L_C if scales is None else scales,
         queries.row_G,
         queries.start_G,
         queries.count_G,
@@ -100,8 +113,9 @@ def rotate_and_store(
         K=heads.keys,
         D=heads.dim,
         HALF=triton.next_power_of_2(heads.dim // 2),
-        PAGE=kv_2_X_K_S_D.shape[3],
+        PAGE=pages.shape[3],
         PAGES=queries.table_N_P.shape[1],
         NORM=norm_2_D is not None,
+        SCALED=scales is not None,
         num_warps=1,
     )

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from asyncrl.precision.quantizer import SIDE
 
 
 class Heads(NamedTuple):
@@ -42,6 +45,43 @@ class Queries(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.groups * self.width
+
+
+class Kv(NamedTuple):
+    """Keys and values of a layer."""
+
+    pages_2_X_K_S_D: Tensor
+    scales_2: Tensor | None = None
+    """Of keys and of values, where pages hold E4M3 numbers."""
+
+
+class Codes(NamedTuple):
+    """Activations in FP8: a scale for 128 channels of a token."""
+
+    values_T_I: Tensor
+    scales_B_T: Tensor
+
+    @classmethod
+    def empty(cls, tokens: int, inputs: int, device: torch.device) -> "Codes":
+        values_T_I = torch.empty(tokens, inputs, dtype=torch.float8_e4m3fn, device=device)
+        return cls(values_T_I, torch.empty(-(-inputs // SIDE), tokens, device=device))
+
+    @classmethod
+    def of(cls, x_T_I: Tensor) -> "Codes":
+        """Room for this in FP8."""
+        return cls.empty(x_T_I.shape[0], x_T_I.shape[1], x_T_I.device)
+
+
+class Fp8Matrix(NamedTuple):
+    """Outputs by inputs, as in checkpoints. Where projections are fused, each has blocks of its own."""
+
+    values_O_I: Tensor
+    scales_X_B: Tensor
+    """The blocks of all projections, one below the other."""
+    block_O: Tensor
+    """The row of `scales` that belongs to each output."""
+    regular: bool
+    """Blocks are 128 outputs high throughout."""
 
 
 class Proposals(NamedTuple):
@@ -86,11 +126,11 @@ class Kernels(NamedTuple):
     """(x_T_E, weight_E, eps, out_T_E)."""
     gated: Callable[[Tensor, Tensor], None]
     """(gate_up_T_2F, out_T_F): silu(gate) * up."""
-    rotate_and_store: Callable[[Tensor, Tensor, Tensor | None, float, Tensor, Heads, Queries], None]
-    """(qkv_T_X, turns_2_L_C, norm_2_D, eps, kv_2_X_K_S_D, heads, queries): normalise and rotate queries and keys in
+    rotate_and_store: Callable[[Tensor, Tensor, Tensor | None, float, Kv, Heads, Queries], None]
+    """(qkv_T_X, turns_2_L_C, norm_2_D, eps, kv, heads, queries): normalise and rotate queries and keys in
     place, and write keys and values into their pages. Turns are the cosines and sines of all positions."""
-    attend: Callable[[Tensor, Tensor, Heads, Queries, Tensor], None]
-    """(qkv_T_X, kv_2_X_K_S_D, heads, queries, out_T_X): each query sees the keys up to its own position."""
+    attend: Callable[[Tensor, Kv, Heads, Queries, Tensor], None]
+    """(qkv_T_X, kv, heads, queries, out_T_X): each query sees the keys up to its own position."""
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     """(logits_N_V, temperature_N, uniform_N, token_N, logprob_N): temperature 0 takes the likeliest token, and reports
     the log-probability at 1."""
@@ -98,3 +138,12 @@ class Kernels(NamedTuple):
     """(logits_X_V, drafts, token_X, logprob_X, accepted_N): the tokens behind each row's own, `accepted` drafted ones
     and one more, as `asyncrl.engines.native.speculation.verify` does it; columns behind that are garbage. Drafts of
     rows at temperature 0 are guesses."""
+    quantize: Callable[[Tensor, Codes, bool], None]
+    """(x_T_I, codes, power_of_two): as `asyncrl.precision.quantizer` defines it, as are the next two."""
+    rms_norm_quantized: Callable[[Tensor, Tensor, float, Codes, bool], None]
+    """(x_T_E, weight_E, eps, codes, power_of_two): `rms_norm`, whose result is only kept in FP8."""
+    gated_quantized: Callable[[Tensor, Codes, bool], None]
+    """(gate_up_T_2F, codes, power_of_two): the same for `gated`."""
+    fp8_product: Callable[[Codes, Fp8Matrix, Tensor | None, Tensor | None, Tensor], None]
+    """(codes, matrix, bias_O, addend_T_O, out_T_O): each block of 128 inputs is scaled as it is added, in fp32. The
+    addend may be `out` itself."""

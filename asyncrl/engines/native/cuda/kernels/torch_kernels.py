@@ -5,7 +5,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asyncrl.engines.native import sampling
-from asyncrl.engines.native.cuda.kernels.shapes import Drafts, Heads, Kernels, Proposals, Queries
+from asyncrl.engines.native.cuda.kernels import torch_fp8
+from asyncrl.engines.native.cuda.kernels.shapes import Drafts, Heads, Kernels, Kv, Proposals, Queries
+from asyncrl.precision.quantizer import to_e4m3
 
 
 def embed(tokens_T: Tensor, sampled_N: Tensor, embedding_V_E: Tensor, out_T_E: Tensor) -> None:
@@ -28,7 +30,7 @@ def rotate_and_store(
     turns_2_L_C: Tensor,
     norm_2_D: Tensor | None,
     eps: float,
-    kv_2_X_K_S_D: Tensor,
+    kv: Kv,
     heads: Heads,
     queries: Queries,
 ) -> None:
@@ -43,20 +45,25 @@ def rotate_and_store(
         part.copy_(
             torch.cat([a * turn_2_T_1_C[0] - b * turn_2_T_1_C[1], b * turn_2_T_1_C[0] + a * turn_2_T_1_C[1]], -1)
         )
-    size = kv_2_X_K_S_D.shape[3]
+    size = kv.pages_2_X_K_S_D.shape[3]
     row_T, place_T = queries.row_G.repeat_interleave(queries.width)[real_T], position_T[real_T]
     page_T = queries.table_N_P[row_T, place_T // size]
-    for kv, part in zip(kv_2_X_K_S_D, parts[1:], strict=True):
-        kv[page_T, :, place_T % size] = part[real_T]
+    for kind, (pages, part) in enumerate(zip(kv.pages_2_X_K_S_D, parts[1:], strict=True)):
+        real = part[real_T]
+        if kv.scales_2 is not None:  # as bytes, because torch cannot scatter FP8 everywhere
+            real, pages = to_e4m3(real.float() / kv.scales_2[kind]).view(torch.uint8), pages.view(torch.uint8)
+        pages[page_T, :, place_T % size] = real
 
 
-def attend(qkv_T_X: Tensor, kv_2_X_K_S_D: Tensor, heads: Heads, queries: Queries, out_T_X: Tensor) -> None:
+def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Tensor) -> None:
     groups, width = queries.groups, queries.width
     position_T, real_T = _positions(queries)
-    size = kv_2_X_K_S_D.shape[3]
+    size = kv.pages_2_X_K_S_D.shape[3]
     pages = -(-int((queries.start_G + queries.count_G).max()) // size)
     table_G_P = queries.table_N_P[queries.row_G, :pages]
-    k_G_K_L_D, v_G_K_L_D = (kv[table_G_P].transpose(1, 2).flatten(2, 3).float() for kv in kv_2_X_K_S_D)
+    k_G_K_L_D, v_G_K_L_D = (held[table_G_P].transpose(1, 2).flatten(2, 3).float() for held in kv.pages_2_X_K_S_D)
+    if kv.scales_2 is not None:
+        k_G_K_L_D, v_G_K_L_D = k_G_K_L_D * kv.scales_2[0], v_G_K_L_D * kv.scales_2[1]
     seen_G_1_W_L = (torch.arange(pages * size, device=qkv_T_X.device) <= position_T[:, None]).view(groups, 1, width, -1)
     q_G_H_W_D = qkv_T_X.view(groups, width, heads.all, heads.dim)[:, :, : heads.queries].transpose(1, 2).float()
     out_G_H_W_D = F.scaled_dot_product_attention(
@@ -130,4 +137,8 @@ def _positions(queries: Queries) -> tuple[Tensor, Tensor]:
     return position_T, (column_W < queries.count_G[:, None]).flatten()
 
 
-KERNELS = Kernels(embed, rms_norm, gated, rotate_and_store, attend, sample, verify)
+_quantizing = torch_fp8.Quantizing(rms_norm, gated)
+KERNELS = Kernels(
+    *(embed, rms_norm, gated, rotate_and_store, attend, sample, verify),
+    *(torch_fp8.quantize, _quantizing.rms_norm, _quantizing.gated, torch_fp8.fp8_product),
+)

@@ -1,0 +1,72 @@
+"""Keys and values of all layers on the device, in the number format of the run.
+
+In FP8 each layer has a scale for its keys and one for its values, which lie on the device where captured graphs read
+them. They are powers of two: from one version to the next most of them stay as they are, and where one changes, the
+numbers stored under the old one are turned into the new one's without another rounding.
+"""
+
+from math import frexp, ldexp
+
+import torch
+from torch import Tensor
+
+from asyncrl.engines.native.cuda.kernels.shapes import Kv
+from asyncrl.engines.native.cuda.model import CudaModel
+from asyncrl.engines.native.cuda.pages import PAGE, Copy
+from asyncrl.models.config import ModelConfig
+from asyncrl.precision.kv_scales import LayerScales
+from asyncrl.precision.quantizer import E4M3, to_e4m3
+
+_AT_ONCE = 256
+"""Pages of a layer that are rescaled together; they are floats meanwhile."""
+
+
+class KvMemory:
+    def __init__(self, model: CudaModel, pages: int, *, fp8: bool, head: bool) -> None:
+        """`head`: with a layer more for a drafting head, which is never in FP8."""
+        count = len(model.blocks)
+        self._pages = model.new_pages(pages, PAGE, count, E4M3 if fp8 else None)
+        self._head_pages = model.new_pages(pages, PAGE, int(head))
+        self._scales_L_2 = torch.ones(count, 2, device=self._pages.device) if fp8 else None
+        scales = [None] * count if self._scales_L_2 is None else self._scales_L_2.unbind()
+        self.layers = [Kv(*each) for each in zip(self._pages.unbind(), scales, strict=True)]
+
+    @property
+    def head(self) -> Kv:
+        return Kv(self._head_pages[0])
+
+    @property
+    def scales(self) -> list[list[float]]:
+        """Of keys and values by layer; empty where nothing is in FP8."""
+        return [] if self._scales_L_2 is None else self._scales_L_2.tolist()
+
+    def copy(self, copy: Copy) -> None:
+        for pages in (self._pages, self._head_pages):
+            pages[:, :, copy.target].copy_(pages[:, :, copy.source])
+
+    def rescale(self, given: tuple[LayerScales, ...]) -> None:
+        """Use these from now on, also for what is stored already."""
+        assert self._scales_L_2 is not None
+        new = [[power_of_two(k), power_of_two(v)] for _, k, v in given]
+        for layer, (before, after) in enumerate(zip(self.scales, new, strict=True)):
+            for kind, (old, scale) in enumerate(zip(before, after, strict=True)):
+                if old != scale:
+                    _multiply(self._pages[layer, kind], old / scale)
+        self._scales_L_2.copy_(torch.tensor(new))
+
+
+def page_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: bool, head: bool) -> int:
+    """Of a page in all layers."""
+    size = config.layers * (E4M3 if fp8 else dtype).itemsize + head * dtype.itemsize
+    return 2 * config.kv_heads * config.head_dim * PAGE * size
+
+
+def power_of_two(scale: float) -> float:
+    """The next one that is not smaller."""
+    mantissa, exponent = frexp(scale)
+    return ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+def _multiply(pages: Tensor, factor: float) -> None:
+    for some in pages.split(_AT_ONCE):
+        some.copy_(to_e4m3(some.float() * factor))

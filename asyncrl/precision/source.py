@@ -1,0 +1,54 @@
+"""Weights that leave the trainer in FP8: quantized on the fly, one tensor at a time, each with its scales behind it.
+
+It wraps any source of publications, so that shards, transports, digests and deltas need not know.
+"""
+
+import torch
+from torch import Tensor
+
+from asyncrl.precision.layers import SCALES, is_quantized
+from asyncrl.precision.quantizer import E4M3, SIDE, WEIGHT_BLOCK, quantize
+from asyncrl.precision.settings import Fp8
+from asyncrl.types import TensorSpec
+from asyncrl.weights.gather import Source
+from asyncrl.weights.manifest import layout
+
+
+class Fp8Source:
+    def __init__(self, inner: Source, layers: int, fp8: Fp8) -> None:
+        """`inner` has the weights in the trainer's own precision; what is not quantized travels in bf16."""
+        self._inner, self._layers, self._fp8 = inner, layers, fp8
+        self._plain: dict[str, TensorSpec] = {}
+        self._scales: dict[str, Tensor | None] = {}
+
+    def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
+        specs, _ = self._inner.layout()
+        self._plain, found = {spec.name: spec for spec in specs}, list[tuple[str, Tensor]]()
+        for spec in specs:
+            if self._quantizes(spec.name):
+                blocks = [-(-size // SIDE) for size in spec.shape]
+                found.append((spec.name, torch.empty(spec.shape, dtype=E4M3, device="meta")))
+                found.append((spec.name + SCALES, torch.empty(blocks, device="meta")))
+            else:
+                found.append((spec.name, torch.empty(spec.shape, dtype=torch.bfloat16, device="meta")))
+        return layout(found)
+
+    def gather(self, spec: TensorSpec) -> Tensor | None:
+        """Scales come from the tensor before them."""
+        if spec.name in self._scales:
+            return self._scales.pop(spec.name)
+        tensor = self._inner.gather(self._plain[spec.name])
+        if not self._quantizes(spec.name):
+            return None if tensor is None else tensor.bfloat16()
+        if tensor is None:
+            self._scales[spec.name + SCALES] = None
+            return None
+        found = quantize(tensor, WEIGHT_BLOCK, name=spec.name, power_of_two=self._fp8.power_of_two)
+        self._scales[spec.name + SCALES] = found.scales_B_B
+        return found.values_N_C
+
+    def fence(self) -> None:
+        self._inner.fence()
+
+    def _quantizes(self, name: str) -> bool:
+        return is_quantized(name, self._layers, keep_first=self._fp8.keep_first, keep_last=self._fp8.keep_last)
