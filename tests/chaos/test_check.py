@@ -92,8 +92,10 @@ def test_a_killed_run_is_sound_and_its_unfinished_write_is_counted(tmp_path: Pat
 
 def test_a_run_that_is_resumed_with_parts_in_its_rewards_is_sound(tmp_path: Path) -> None:
     """Its log holds answers of both kinds, in one file."""
-    small_run(tmp_path / "run", close=False)
-    buffer = open_buffer(tmp_path / "run", max_staleness=2)
+    small_run(tmp_path / "killed", close=False)
+    shutil.copytree(tmp_path / "killed", tmp_path / "run")
+    buffer = open_buffer(tmp_path / "run", max_staleness=2, restore_step=1)
+    buffer.advance(1)
     for sample, parts in enumerate(({"right": 0.0}, {"right": 0.75, "format": 0.25})):
         buffer.append(encode(msgspec.structs.replace(trajectory(4, sample), parts=parts)))
     buffer.take(2)
