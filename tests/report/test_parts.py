@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from tokenizers import decoders, models
@@ -15,8 +17,9 @@ from tokenizers import decoders, models
 from asyncrl.insight import curves
 from asyncrl.insight.environment import environment, resident_bytes
 from asyncrl.insight.recorded import differences, read
-from asyncrl.insight.samples import texts
+from asyncrl.insight.samples import samples, texts
 from asyncrl.insight.shares import CAUSES, Judged, Running, split
+from tests.insight.runs import small_run
 from tests.report.synthetic import Scenario, write_run
 
 NOTHING = Judged(np.array([]), np.array([]))
@@ -140,3 +143,22 @@ def test_memory_of_processes_that_are_there() -> None:
     found = resident_bytes({"driver": os.getpid(), "buffer": os.getpid(), "gone": 2**22 + 1})
     assert list(found) == ["driver"]
     assert found["driver"] > 1 << 20
+
+
+def test_the_parts_of_rewards_are_shown_with_samples_and_as_curves(tmp_path: Path) -> None:
+    path = small_run(tmp_path / "run", parts={(0, 1): {"right": 1.0, "step": 0.5}})
+    row = {"step": 0, "version": 1, "time": 103.0, "loop_seconds": 4.0, "samples": 4, "reward": 0.5}
+    parts = [{"right": 1.0, "step": 0.5}, None, {"right": 0.0, "step": None}]
+    rows = [row | {"step": step, "reward_parts": found} for step, found in enumerate(parts)]
+    pq.write_table(pa.Table.from_pylist(rows), path / "metrics.parquet")
+    run = read(path)
+    shown = samples(run)
+    assert shown is not None
+    assert {(s["group"], s["sample"]): s["parts"] for s in shown["samples"] if s["parts"]} == {
+        (0, 1): {"right": 1.0, "step": 0.5}
+    }
+    (chart,) = [chart for chart in curves.learning(run) if chart["title"] == "Reward parts"]
+    assert [(line["name"], line["x"], line["y"]) for line in chart["series"]] == [
+        ("right", [1, 2, 3], [1.0, None, 0.0]),
+        ("step", [1, 2, 3], [0.5, None, None]),
+    ]
