@@ -8,7 +8,7 @@ the same goes for the programs of attention and `PROGRAMS` of `attention.py`.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ RUNS, COPIES = 20, 4
 """Several copies of the weights, so that none is left in the cache from the run before."""
 
 
-def microseconds(launches: list[Callable[[], object]]) -> float:
+def microseconds(launches: Sequence[Callable[[], object]]) -> float:
     """Of one launch; each of them runs in turn."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
