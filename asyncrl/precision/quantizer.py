@@ -115,7 +115,7 @@ def _largest(x_N_C: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _scales(largest: Tensor, power_of_two: bool) -> Tensor:
-    scales = largest / LARGEST
+    scales = largest / torch.full_like(largest, LARGEST)  # by a plain number, GPUs multiply with its reciprocal
     scales = torch.where(scales == 0, 1.0, scales)  # also where the quotient of a denormal number vanishes
     if not power_of_two:
         return scales

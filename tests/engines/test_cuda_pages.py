@@ -1,6 +1,7 @@
 """Pages of the KV cache: no page is lost, none has two writers, and an engine with too few of them still serves all."""
 
 import asyncio
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from asyncrl.engines.base import Engine
+from asyncrl.engines.cooperative import Job
 from asyncrl.engines.native.cuda.engine import CudaEngine
-from asyncrl.engines.native.cuda.pages import PAGE, PageTable
+from asyncrl.engines.native.cuda.inputs import Sizes, StepInputs
+from asyncrl.engines.native.cuda.pages import PAGE, Copy, PageTable
+from asyncrl.engines.native.cuda.planner import Planner
+from asyncrl.engines.native.cuda.timeline import Timeline
+from asyncrl.engines.native.slots import SlotTable
 from asyncrl.engines.settings import NativeEngine as Settings
 from tests.engines.driving import LONG, Answer, ask, collect_all, native, serving
 from tests.tiny_model import tiny_checkpoint
@@ -127,3 +133,18 @@ def test_a_group_shares_its_prompt(path: Path) -> None:
             return engine.stats().prefilled_tokens
 
     assert asyncio.run(run()) == len(prompt) - 1
+
+
+def test_rows_are_computed_again_when_one_that_lagged_has_just_ended() -> None:
+    """An answer may end in the step that computed its prompt, and weights may change before the next one is planned."""
+    waiting = deque(Job(ask(name, LONG[:count])) for name, count in (("short", 3), ("long", 9)))
+    short, long = waiting
+    slots, copies = SlotTable(2, 4 * PAGE), list[Copy]()
+    planner = Planner(slots, PageTable(2, 4 * PAGE, 8), waiting, copies.append, tiles=4, tile=16)
+    fields = StepInputs(Sizes(2, 1, 4, 4, 16), Timeline(torch.device("cpu"))).next()
+    planner.admit()
+    assert planner.prefill(fields) == 2
+    planner.release(short)
+    assert planner.recompute() == 8
+    assert planner.prefill(fields) == 1
+    assert (short.row, long.row, slots.computed[0]) == (-1, 0, 8)

@@ -278,4 +278,5 @@ class Planner:
         self._slots.computed[job.row] = self._slots.head_computed[job.row] = 0
         if self._slots.drafts is not None:
             self._slots.drafts.count[job.row] = 0
-        self._lagging = sorted({*self._lagging, job}, key=self._ages.__getitem__)
+        lagging = {job, *(other for other in self._lagging if other.row >= 0)}  # some may have ended meanwhile
+        self._lagging = sorted(lagging, key=self._ages.__getitem__)
