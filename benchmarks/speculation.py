@@ -44,6 +44,8 @@ from asyncrl.types import EngineStats, Request, Sampling
 
 SWITCH_S = 0.5
 """For readers to begin, and for steps of the last depth to end."""
+WARM_UP_S = 2.0
+"""Before an engine's first measurement: new shapes of steps are compiled and captured as they come."""
 FIRST_TIMEOUT_S = 120.0
 """For the first tokens of all answers: a fresh engine compiles what it has not yet met."""
 MAX_TOKENS = 100
@@ -135,7 +137,7 @@ async def session(engine: Any, tokenizer: Tokenizer, arguments: argparse.Namespa
     for batch in arguments.batches:
         readers = Readers(engine, tokenizer, task, batch)
         await readers.all_served()
-        await asyncio.sleep(SWITCH_S)
+        await asyncio.sleep(SWITCH_S if found else WARM_UP_S)
         if not depths:
             found.append(await measure(engine, arguments.seconds, batch, "plain"))
         for depth in depths:
