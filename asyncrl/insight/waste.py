@@ -19,6 +19,12 @@ WORDS = {
     "unverified": "dropped: sampled with weights that were refused",
 }
 ORDER = list(WORDS)
+AGAIN_BY_TURNS = """
+    SELECT sum(list_sum([place - 1 FOR place IN range(2, len(versions) + 1)
+                         IF versions[place] < 0 AND versions[place - 1] >= 0]))
+    FROM trajectories
+"""
+"""A turn ends where a sampled token is followed by a given one."""
 COLOURS = {"trained": "k-training", "training": "k-sync", "buffered": "k-held"}
 
 
@@ -59,6 +65,12 @@ def _notes(found: Found) -> list[str]:
     again = sum(row.get("reprefilled_tokens") or 0 for row in rows)
     mode = found.run.setting("rollout.on_update", "keep")
     notes.append(f"{again:,} tokens were prefilled again after new weights (rollout.on_update={mode}).")
+    if found.run.setting("environment.function", ""):
+        (turns,) = found.run.connection.execute(AGAIN_BY_TURNS).fetchone() or (0,)
+        notes.append(
+            f"{turns or 0:,} tokens of conversations lay before a later turn, which began as a request of its own: an "
+            "engine without a prefix cache has computed them again."
+        )
     if found.run.attempts > 1:
         notes.append(
             f"The actors were placed {found.run.attempts} times; answers that were under way go on from where they "

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from asyncrl.insight.environment import environment, resident_bytes
 from asyncrl.insight.recorded import differences, read
 from asyncrl.insight.samples import samples, texts
 from asyncrl.insight.shares import CAUSES, Judged, Running, split
+from asyncrl.insight.waste import AGAIN_BY_TURNS
 from tests.insight.runs import small_run
 from tests.report.synthetic import Scenario, write_run
 
@@ -162,3 +164,10 @@ def test_the_parts_of_rewards_are_shown_with_samples_and_as_curves(tmp_path: Pat
         ("right", [1, 2, 3], [1.0, None, 0.0]),
         ("step", [1, 2, 3], [0.5, None, None]),
     ]
+
+
+def test_what_lies_before_each_later_turn_of_a_conversation() -> None:
+    with duckdb.connect() as connection:
+        connection.execute("CREATE TABLE trajectories (versions INTEGER[])")
+        connection.execute("INSERT INTO trajectories VALUES ([-1, -1, 0, 0, -1, -1, 0, -1, 1]), ([-1, 3, 3]), ([-1])")
+        assert connection.execute(AGAIN_BY_TURNS).fetchone() == (4 + 7,)
