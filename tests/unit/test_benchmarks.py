@@ -141,4 +141,6 @@ def test_chats_are_shown_to_the_peer_turn_by_turn() -> None:
     turns = trl_grpo.shown(prompt, chat=True)
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * 4 + ["user"]
     assert turns[-1]["content"] == prompt.text
-    assert judge(prompt.text, turns[1]["content"].replace("<answer>", "<answer>x"), prompt.answer) < 1
+    graded = judge(prompt.text, turns[1]["content"].replace("<answer>", "<answer>x"), prompt.answer)
+    assert isinstance(graded, dict)
+    assert sum(graded.values()) < 1
