@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def crash(directory: Path, seed: int, seconds: float) -> list[list[Any]]:
         os.close(reader)
         try:
             live(directory, writer, seed)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     os.close(writer)

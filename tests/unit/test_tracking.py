@@ -95,8 +95,7 @@ def test_mlflow_continues_one_run(tmp_path: Path) -> None:
     assert run.data.tags["mlflow.note.content"] == "- step 2: an alarm\n- step 3: an alarm\n"
 
 
-def test_trackio_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+def test_trackio_continues_one_run(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="pip install 'asyncrl[trackio]'")
     _twice("trackio", tmp_path)
     from trackio.sqlite_storage import SQLiteStorage
