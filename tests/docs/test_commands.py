@@ -37,7 +37,7 @@ SHORT = (
     "engine.max_batch=8",
     "trainer.device=cpu",
 )
-LONG = ("experiment=smollm2", "engine=vllm", "task=code", "trainer.ranks=2")
+LONG = ("experiment=smollm2", "engine=vllm", "task=code", "trainer.ranks=2", "engine.device=cuda")
 """What takes a GPU, minutes, several processes or a sandbox is planned here; tests of its own run it."""
 ELSEWHERE = {
     "git": "a clone is what this test runs in",
@@ -117,8 +117,8 @@ def _asyncrl(command: Command, words: list[str]) -> None:
 
 
 def _local(settings: Sequence[str]) -> list[str]:
-    """The reader's models are our tiny ones, and runs are short."""
-    settings = [word for word in settings if not word.startswith("model.steps=")]
+    """The reader's models are our tiny ones, runs are short, and nobody trains on a GPU."""
+    settings = [word for word in settings if not word.startswith("model.steps=") and word != "trainer.device=cuda"]
     own = [f"model.path={Path('model').resolve()}" if word.startswith("model.path=") else word for word in settings]
     names = {word.partition("=")[0] for word in own}
     if "experiment=quickstart" in own and "model" not in names:
