@@ -9,6 +9,7 @@ Texts and lists stay in the mapped file and are views into it: nobody touches to
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from asyncrl.insight.logs import Framed, Positions, framed_files
 
 pa = cast(Any, pyarrow)  # its type stubs are incomplete
 
+THREADS = 2
 ROWS = 16384
 """Looked at together: what is found of them stays in the processor's cache."""
 SHIFTS = {"<i4": 2, "<i8": 3, "<f8": 3}
@@ -58,8 +60,13 @@ the oldest version that was sampled."""
 
 def read_trajectories(directory: Path) -> Iterator[Any]:
     """A table for each file of the log, a row for each frame. Texts are yet to be validated."""
-    for framed in framed_files(directory, payloads.STEM, payloads.SCHEMA_HASH):
-        yield _Reader(framed).table()
+    with ThreadPoolExecutor(THREADS) as threads:  # numpy gathers without holding the interpreter up
+        framed = framed_files(directory, payloads.STEM, payloads.SCHEMA_HASH)
+        yield from threads.map(_table, framed)
+
+
+def _table(framed: Framed) -> Any:
+    return _Reader(framed).table()
 
 
 def as_array(values: npt.NDArray[Any]) -> Any:
