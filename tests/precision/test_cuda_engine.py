@@ -1,8 +1,6 @@
 """FP8 in the engine for GPUs, with its kernels in torch: the numbers it should have, and syncs that leave no doubt."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,14 @@ from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import packed_attention
 from asyncrl.precision.layers import SCALES
 from asyncrl.precision.memory import footprint
-from asyncrl.precision.publication import Fp8Publication
 from asyncrl.precision.quantizer import E4M3, saturated
 from asyncrl.precision.settings import Fp8, numerics
 from asyncrl.types import TensorSpec, WeightManifest
 from asyncrl.weights.gather import Follower, OneRank
-from asyncrl.weights.shared_memory import SharedMemoryWriter
 from pipelines.estimate import needs
 from tests.engines.drafters import paged_drafting, save_heads
 from tests.engines.driving import LONG, Answer, ask, collect_all, serving
+from tests.precision.publishing import publishing
 from tests.precision.test_engine import engine as simulated
 from tests.tiny_model import tiny_checkpoint
 
@@ -51,28 +48,6 @@ def engine(
 ) -> CudaEngine:
     found, where = numerics(precision, Fp8(**fp8)), torch.device(device)
     return CudaEngine(path, SETTINGS, drafter or NoDrafter(), name="fp8", dtype=dtype, device=where, numerics=found)
-
-
-class Publishing:
-    """A trainer's part of a publication."""
-
-    def __init__(self, path: Path, precision: Any, **rollout: Any) -> None:
-        self.model, config = load_model(path)
-        self.fp8 = Fp8Publication(Run(rollout=Rollout(precision=precision, **rollout), engine=SETTINGS), config)
-        source = self.fp8.travelling(OneRank(lambda: hf_tensors(self.model)))
-        self.writer = SharedMemoryWriter(source, prefix="test")
-
-    def publish(self, version: int) -> WeightManifest:
-        return msgspec.structs.replace(self.writer.publish(version), fp8=self.fp8.of(self.model))
-
-
-@contextmanager
-def publishing(path: Path, precision: Any, **rollout: Any) -> Iterator[Publishing]:
-    made = Publishing(path, precision, **rollout)
-    try:
-        yield made
-    finally:
-        made.writer.close()
 
 
 def greedy(count: int = 3) -> list[Any]:
@@ -131,7 +106,7 @@ def test_a_version_is_served_with_its_own_scales(precision: str, tmp_path: Path)
     tiny_checkpoint(tmp_path / "new", seed=1)
 
     async def run() -> list[Answer]:
-        with publishing(tmp_path / "new", precision, kv_scales="engine") as new:
+        with publishing(tmp_path / "new", precision, "cuda", kv_scales="engine") as new:
             made = engine(tmp_path / "old", precision, dtype=torch.bfloat16)
             async with serving(made) as synced:
                 places = {name: tensor.data_ptr() for name, tensor in made._held.items()}
@@ -166,12 +141,6 @@ def _refused(tmp_path: Path, manifest: WeightManifest, error: type[Exception], s
     asyncio.run(run())
 
 
-def _grow(trainer: Publishing, factor: float, part: str) -> None:
-    for name, tensor in hf_tensors(trainer.model):
-        if part in name:
-            tensor.mul_(factor)
-
-
 def test_stale_weight_scales_are_seen_by_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New values with the scales of the version before, as an engine has them that forgets to load scales."""
     tiny_checkpoint(tmp_path)
@@ -181,40 +150,40 @@ def test_stale_weight_scales_are_seen_by_the_product(tmp_path: Path, monkeypatch
         load(manifest, held, device, [name for name in names or held if not name.endswith(SCALES)])
 
     monkeypatch.setattr(weights, "load", forgetful)
-    with publishing(tmp_path, "fp8_full") as trainer:
-        _grow(trainer, 1.5, "o_proj")
+    with publishing(tmp_path, "fp8_full", "cuda") as trainer:
+        trainer.grow(1.5, "o_proj")
         said = r"a product with model\.layers\.1\.self_attn\.o_proj\.weight in FP8 is off by 33.*stale scales"
         _refused(tmp_path, trainer.publish(1), WeightSyncError, said)
 
 
 def test_stale_kv_scales_are_seen_by_the_engine(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
-    with publishing(tmp_path, "fp8_full") as trainer:
+    with publishing(tmp_path, "fp8_full", "cuda") as trainer:
         trainer.fp8._seen.extend([list(LONG), list(LONG[::-1])])
         stale = trainer.fp8.of(trainer.model)
-        _grow(trainer, 8.0, "v_proj")
+        trainer.grow(8.0)
         manifest = msgspec.structs.replace(trainer.publish(1), fp8=stale)
         _refused(tmp_path, manifest, WeightSyncError, "the scale of values in layer 0 is .*: stale scales")
 
 
 def test_both_sides_must_quantize_the_same_layers(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
-    with publishing(tmp_path, "fp8_full", fp8=Fp8(keep_first=1)) as trainer:
+    with publishing(tmp_path, "fp8_full", "cuda", fp8=Fp8(keep_first=1)) as trainer:
         _refused(tmp_path, trainer.publish(1), WeightSyncError, r"same layers, differing in model\.layers\.0\.mlp\.")
-    with publishing(tmp_path, "fp8") as trainer:
+    with publishing(tmp_path, "fp8", "cuda") as trainer:
         _refused(tmp_path, trainer.publish(1), WeightSyncError, "differing in kv_cache")
 
 
 def test_a_version_that_is_not_meant_for_fp8_is_refused(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
-    with publishing(tmp_path, "fp8_full") as trainer:
+    with publishing(tmp_path, "fp8_full", "cuda") as trainer:
         manifest = msgspec.structs.replace(trainer.publish(1), fp8=None)
         _refused(tmp_path, manifest, WeightSyncError, "cannot leave FP8 while it runs")
 
 
 def test_weights_that_are_not_finite_never_leave_the_trainer(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
-    with publishing(tmp_path, "fp8_full") as trainer:
+    with publishing(tmp_path, "fp8_full", "cuda") as trainer:
         trainer.model.blocks()[1].down_proj.weight.data[3, 3] = torch.nan
         with pytest.raises(DivergenceError, match=r"model\.layers\.1\.mlp\.down_proj\.weight has 1 values"):
             trainer.publish(1)
@@ -272,7 +241,7 @@ class NoRank(OneRank):
 
 def test_ranks_that_do_not_send_know_the_same_layout(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
-    with publishing(tmp_path, "fp8", fp8=Fp8(keep_last=1)) as trainer:
+    with publishing(tmp_path, "fp8", "cuda", fp8=Fp8(keep_last=1)) as trainer:
         manifest = trainer.publish(1)
         follower = Follower(trainer.fp8.travelling(NoRank(lambda: hf_tensors(trainer.model))))
         for version in (1, 2):

@@ -1,8 +1,6 @@
 """FP8 in the native engine: the numbers that it should have, and a refused sync that leaves nothing behind."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.config import Rollout, Run
 from asyncrl.drafting.settings import NgramDrafter, NoDrafter
 from asyncrl.engines.native import fp8
 from asyncrl.engines.native.build import build_native
@@ -23,14 +20,12 @@ from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import DivergenceError, EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import hf_tensors
-from asyncrl.precision.publication import Fp8Publication
 from asyncrl.precision.quantizer import WEIGHT_BLOCK, dequantize, quantize, rounded, to_e4m3
 from asyncrl.precision.settings import Fp8
 from asyncrl.types import WeightManifest
-from asyncrl.weights.shared_memory import SharedMemoryWriter
 from tests.engines.driving import LONG, ask, collect, collect_all, native, serving
 from tests.engines.parity import gathered, reference_logits
+from tests.precision.publishing import Publishing, publishing
 from tests.tiny_model import tiny_checkpoint
 
 QUANTIZED = ("fp8", "fp8_kv", "fp8_full")
@@ -41,33 +36,6 @@ def engine(path: Path, precision: str, drafter: Any = None, **options: Any) -> N
     made = build_native(path, settings, drafter or NoDrafter(), name="fp8", precision=precision, fp8=Fp8(**options))
     assert isinstance(made, NativeEngine)
     return made
-
-
-class Publishing:
-    """A trainer's part of a publication."""
-
-    def __init__(self, path: Path, precision: Any, **rollout: Any) -> None:
-        self.model, config = load_model(path)
-        run = Run(rollout=Rollout(precision=precision, **rollout))
-        self.fp8 = Fp8Publication(run, config)
-        self.writer = SharedMemoryWriter(lambda: hf_tensors(self.model), prefix="test")
-
-    def grow(self, factor: float, part: str = "v_proj") -> None:
-        for name, tensor in hf_tensors(self.model):
-            if part in name:
-                tensor.mul_(factor)
-
-    def publish(self, version: int) -> WeightManifest:
-        return msgspec.structs.replace(self.writer.publish(version), fp8=self.fp8.of(self.model))
-
-
-@contextmanager
-def publishing(path: Path, precision: Any, **rollout: Any) -> Iterator[Publishing]:
-    made = Publishing(path, precision, **rollout)
-    try:
-        yield made
-    finally:
-        made.writer.close()
 
 
 def _in_fp8(model: PreTrainedModel) -> PreTrainedModel:

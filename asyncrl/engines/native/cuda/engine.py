@@ -273,8 +273,7 @@ class CudaEngine(RowEngine):
 
     def _restricted(self) -> RowSettings | None:
         """Settings on the device where a row needs more than its temperature."""
-        settings = self._slots.settings()
-        known = self._settings_on_device
+        settings, known = self._slots.settings(), self._settings_on_device
         if known is None or known[0] is not settings:
             on_device = None
             if settings.top_k_N_1 is not None:
