@@ -19,7 +19,7 @@ from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.spot import BusyFlag
 from asyncrl.engines.build import on_gpu, takes_adapters
 from asyncrl.precision.publication import Fp8Publication
-from asyncrl.precision.settings import carrier
+from asyncrl.precision.settings import gathered_in
 from asyncrl.stalls.activity import Activity
 from asyncrl.stalls.picture import Situation
 from asyncrl.training import checkpoint
@@ -115,7 +115,7 @@ class TrainerActor:
 
     def _source(self) -> Source:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""
-        narrow = carrier(self._run.rollout.precision, self._run.engine) == "bf16" and not self._fp8.quantizes
+        narrow = gathered_in(self._run, quantizes=self._fp8.quantizes) == "bf16"
         only = bool(self._run.trainer.lora.rank) and takes_adapters(self._run)
         inner = self._learner.source(torch.bfloat16 if narrow else torch.float32, adapters_only=only)
         return self._fp8.travelling(inner)

@@ -1,6 +1,7 @@
 """What each part of asynchrony gives where answers are long-tailed: the same prompts, seed and samples in every mode.
 
     python -m benchmarks.longtail                                     the quickstart's model, on a CPU
+    python -m benchmarks.longtail --words models/smollm2 --drafter ngram     SmolLM2 reverses lists of words, on a GPU
     python -m benchmarks.longtail --model BIG --head BIGHEAD --frozen-head engine.max_length=256 trainer.lr=2e-6
 
     sync         training begins when the step's last answer is there, generation when the new weights are
@@ -33,6 +34,12 @@ from benchmarks.runs import answers, call, run, steady
 TASK = ChainsTask(median_size=2, size_spread=1.2, max_size=25)
 """Right answers have 11 tokens in the middle and 103 at the end."""
 MAX_TOKENS = 112
+WORDS = (
+    *("rollout.group_size=8", "rollout.max_tokens=1024", "engine.max_length=1536", "engine.max_batch=1024"),
+    *("engine.memory=0.3", "trainer.token_budget=65536", "trainer.lr=1e-5", "evaluation.prompts=1024"),
+    "rollout.fp8.allow_kv_without_qk_norm=true",
+)
+"""Most answers are a few words, and some go on until they are cut off."""
 LONG = 8.0
 """Longest answer over the median, from which a workload counts as long-tailed."""
 MODES = ("sync", "stream", "partial", "speculation", "fp8")
@@ -90,14 +97,15 @@ def settings(mode: str, options: argparse.Namespace, drafter: list[str]) -> list
 
 
 def common(options: argparse.Namespace) -> list[str]:
-    precision = options.precision or ("bf16" if options.model else "fp32")
+    on_gpu = options.model or options.words
+    precision = options.precision or ("bf16" if on_gpu else "fp32")
+    chains = [*(f"task.{name}={getattr(TASK, name)}" for name in TASK.__struct_fields__)]
     return [
-        *(f"task.{name}={getattr(TASK, name)}" for name in TASK.__struct_fields__),
-        f"rollout.max_tokens={MAX_TOKENS}",
+        *(WORDS if options.words else [*chains, f"rollout.max_tokens={MAX_TOKENS}"]),
         f"seed={options.seed}",
         f"steps={options.steps}",
         f"engine={options.engine}",
-        *(["engine.device=auto"] if options.model and options.engine == "native" else []),
+        *(["engine.device=cuda"] if on_gpu and options.engine == "native" else []),
         f"flow.groups_per_step={options.groups}",
         f"rollout.precision={precision}",
         f"trainer.dtype={precision}",
@@ -184,13 +192,15 @@ def failure(directory: Path) -> str:
 
 def compare(options: argparse.Namespace) -> list[Figures]:
     root = (options.root or Path(tempfile.mkdtemp(prefix="asyncrl-longtail-"))).resolve()
-    model = options.model or make_model(WarmStart(steps=options.warm_start), TASK, options.seed, root / "model")
+    model = options.words or options.model
+    model = model or make_model(WarmStart(steps=options.warm_start), TASK, options.seed, root / "model")
+    experiment = "smollm2" if options.words else "quickstart"
     found: list[Figures] = []
     for mode in options.modes:
         own = settings(mode, options, drafting(options, root, model) if mode in ("speculation", "fp8") else [])
         start = ("model=checkpoint", f"model.path={model.resolve()}")
         try:
-            directory, summary = run(*start, *common(options), *own, directory=root / mode)
+            directory, summary = run(*start, *common(options), *own, experiment=experiment, directory=root / mode)
         except subprocess.CalledProcessError:
             if mode != "fp8":
                 raise
@@ -207,6 +217,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--model", type=Path, metavar="DIR", help="of the chains task; without it a warm start is made")
+    parser.add_argument("--words", type=Path, metavar="DIR", help="SmolLM2: word reversal in place of chains")
     parser.add_argument("--engine", choices=("native", "vllm"), default="native")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="bf16 with --model, else fp32")
     parser.add_argument("--drafter", choices=("eagle3", "eagle", "ngram"), default="eagle3")
@@ -214,7 +225,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=3, help="drafted in a step, at most")
     parser.add_argument("--frozen-head", action="store_true", help="do not train it along")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--groups", type=int, default=32, help="groups of a step")
+    parser.add_argument("--groups", type=int, help="groups of a step; 32, and 64 with --words")
     parser.add_argument("--staleness", type=int, default=2, help="versions that generation may run ahead")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
@@ -222,6 +233,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--root", type=Path, metavar="DIR", help="where the runs are kept")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     options = parser.parse_intermixed_args(words)
+    options.groups = options.groups or (64 if options.words else 32)
     if options.modes[0] in ("speculation", "fp8") and options.head is None and options.drafter != "ngram":
         parser.error("a head is learned from the mode before speculation: add one to --modes, or give --head")
     return options

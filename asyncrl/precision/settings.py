@@ -71,6 +71,15 @@ def travels_in_fp8(engine: EngineSettings) -> bool:
     return isinstance(engine, NativeEngine) and engine.device == "cuda"
 
 
+def gathered_in(run: "Run", *, quantizes: bool) -> Literal["fp32", "bf16"]:
+    """What the trainer's weights are rounded to before they leave, or before it quantizes them.
+
+    Quantized are the numbers that it computes with. bf16 does not show a step that is small beside a weight, and FP8
+    made of the fp32 masters does, now and then: engines would serve a policy that the trainer cannot see.
+    """
+    return run.trainer.dtype if quantizes else carrier(run.rollout.precision, run.engine)
+
+
 def vllm_in(settings: VllmEngine, precision: str) -> VllmEngine:
     """`rollout.precision` in vLLM's own FP8, which has one scale per matrix; what is set for the engine stays."""
     found = numerics(precision, Fp8())

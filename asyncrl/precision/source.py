@@ -16,7 +16,7 @@ from asyncrl.weights.manifest import layout
 
 class Fp8Source:
     def __init__(self, inner: Source, layers: int, fp8: Fp8) -> None:
-        """`inner` has the weights in the trainer's own precision; what is not quantized travels in bf16."""
+        """`inner` has the weights as the trainer computes with them; what is not quantized travels in bf16."""
         self._inner, self._layers, self._fp8 = inner, layers, fp8
         self._plain: dict[str, TensorSpec] = {}
         self._scales: dict[str, Tensor | None] = {}

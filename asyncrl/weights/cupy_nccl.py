@@ -21,7 +21,7 @@ class CupyNccl:
     """The real network."""
 
     def unique_id(self) -> str:
-        return bytes(value % 256 for value in nccl().get_unique_id()).hex()
+        return nccl().get_unique_id().hex()
 
     def form(self, meeting: Meeting, rank: int, device: torch.device) -> Link:
         return CupyLink(meeting, rank, device.index or 0)
@@ -31,10 +31,9 @@ class CupyLink:
     def __init__(self, meeting: Meeting, rank: int, card: int) -> None:
         self._cuda: Any = require("cupy", extra="nccl").cuda
         self._nccl, self._card = nccl(), card
-        identity = tuple(value - 256 * (value > 127) for value in bytes.fromhex(meeting.id))  # as signed chars
         self._comm: Any = None
         with self._cuda.Device(card):
-            self._comm = self._nccl.NcclCommunicator(meeting.size, identity, rank)
+            self._comm = self._nccl.NcclCommunicator(meeting.size, bytes.fromhex(meeting.id), rank)
             self._stream = self._cuda.Stream(non_blocking=True)
             self._event = self._cuda.Event(disable_timing=True)
 

@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,20 +39,28 @@ def test_fp8_engine_on_the_gpu(precision: str, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "new", seed=1, **shape)
 
     def make(name: str, device: str = "cuda") -> CudaEngine:
-        return engine(tmp_path / name, precision, device=device)
+        return engine(tmp_path / name, precision, dtype=torch.bfloat16, device=device)
 
     async def synced() -> tuple[list[Answer], list[Answer]]:
         async with serving(make("old")) as serves:
             before = await collect_all(serves, greedy())
-            with publishing(tmp_path / "new", precision, "cuda", kv_scales="engine") as new:
+            with publishing(tmp_path / "new", precision, "cuda", dtype=torch.bfloat16, kv_scales="engine") as new:
                 await serves.load_weights(new.publish(1), "keep")
             return before, await collect_all(serves, greedy())
 
     before, after = asyncio.run(synced())
-    on_cpu = answers(make("old", "cpu")), answers(make("new", "cpu"))
-    for found, expected in zip((before, after), on_cpu, strict=True):
-        for one, other in zip(found, expected, strict=True):
-            assert abs(one.logprobs[0] - other.logprobs[0]) < 0.1
+    for one, fresh in zip(after, answers(make("new")), strict=True):
+        np.testing.assert_allclose(one.logprobs[0], fresh.logprobs[0], atol=1e-4)
+    old, new = answers(make("old", "cpu")), answers(make("new", "cpu"))
+    # Other sums have other last bits, and these turn the rounding of some numbers to FP8.
+    assert max(_gap(before, old), _gap(after, new)) < 0.3
+
+
+def _gap(found: list[Answer], expected: list[Answer]) -> float:
+    """Mean over the first tokens' log-probabilities: later ones follow different texts."""
+    return float(
+        np.mean([abs(one.logprobs[0] - other.logprobs[0]) for one, other in zip(found, expected, strict=True)])
+    )
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same is tested on the GPU")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from asyncrl.config import Rollout, Run
 from asyncrl.engines.settings import NativeEngine
@@ -18,9 +19,17 @@ from asyncrl.weights.shared_memory import SharedMemoryWriter
 
 
 class Publishing:
-    def __init__(self, path: Path, precision: Any, device: Any = "cpu", **rollout: Any) -> None:
-        """`device` is the engine's: to a GPU the weights travel in FP8."""
-        self.model, config = load_model(path)
+    def __init__(
+        self,
+        path: Path,
+        precision: Any,
+        device: Any = "cpu",
+        *,
+        dtype: torch.dtype = torch.float32,
+        **rollout: Any,
+    ) -> None:
+        """`device` is the engine's: to a GPU the weights travel in FP8. `dtype`: what the trainer computes in."""
+        self.model, config = load_model(path, dtype)
         run = Run(rollout=Rollout(precision=precision, **rollout), engine=NativeEngine(device=device))
         self.fp8 = Fp8Publication(run, config)
         source = self.fp8.travelling(OneRank(lambda: hf_tensors(self.model)))

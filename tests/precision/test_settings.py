@@ -13,7 +13,7 @@ from asyncrl.engines.settings import NativeEngine, VllmEngine
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.precision.memory import footprint, footprints
-from asyncrl.precision.settings import Fp8, carrier, model_problems, numerics, served_precision, vllm_in
+from asyncrl.precision.settings import Fp8, carrier, gathered_in, model_problems, numerics, served_precision, vllm_in
 from asyncrl.tasks.chains import CHARACTERS, END
 from asyncrl.training.memory import parameters
 from asyncrl.types import Fp8Version, WeightManifest
@@ -61,6 +61,15 @@ def test_other_precisions_have_none_of_it() -> None:
 def test_what_is_not_in_fp8_is_bf16_on_a_gpu_and_fp32_in_the_simulation() -> None:
     assert carrier("fp8", NativeEngine(device="cuda")) == carrier("fp8", VllmEngine()) == "bf16"
     assert carrier("fp8", NativeEngine(device="cpu")) == carrier("fp32", NativeEngine(device="cuda")) == "fp32"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_the_trainer_quantizes_are_the_numbers_it_computes_with(dtype: str) -> None:
+    run = load(
+        {"rollout": {"precision": "fp8"}, "engine": {"type": "native", "device": "cuda"}, "trainer": {"dtype": dtype}}
+    )
+    assert gathered_in(run, quantizes=True) == dtype
+    assert gathered_in(run, quantizes=False) == "bf16"
 
 
 @pytest.mark.parametrize(

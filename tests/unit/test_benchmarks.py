@@ -32,6 +32,15 @@ def test_each_mode_adds_one_thing_to_the_one_before(mode: str, groups: int) -> N
     assert not run.checkpoint.last
 
 
+@pytest.mark.parametrize("mode", longtail.MODES)
+def test_real_words_are_compared_by_the_same_modes(mode: str) -> None:
+    options = longtail.parse(["--words", "models/smollm2"])
+    run = compose(["experiment=smollm2", *longtail.common(options), *longtail.settings(mode, options, [])])
+    assert (run.flow.groups_per_step, run.rollout.group_size, run.rollout.max_tokens) == (64, 8, 1024)
+    assert run.rollout.precision == ("fp8_full" if mode == "fp8" else "bf16")
+    assert run.max_staleness == (0 if mode in ("sync", "stream") else 2)
+
+
 def test_the_workload_is_long_tailed() -> None:
     task = make_task(longtail.TASK, 0)
     lengths = sorted(len(task.prompt("train", index).answer) for index in range(1000))
