@@ -56,6 +56,7 @@ class BufferActor:
             total_steps=run.steps,
             restore_step=restore_step,
             sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
+            max_ready=run.flow.max_ready_groups,
             drop_uninformative=run.algorithm.dynamic_sampling,
         )
         self._groups_per_step = run.flow.groups_per_step

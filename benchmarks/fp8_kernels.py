@@ -1,16 +1,16 @@
 """FP8 kernels of the native engine against bf16 on this GPU, one by one: products by tile, attention by programs.
 
-    python -m benchmarks.fp8_kernels [--shape qwen3-8b] [--tokens 1 16 64 128 256 1024] [--rows 24] [--context 16384]
+    python -m benchmarks.fp8_kernels [--shape qwen3-8b] [--tokens 1 16 64 128 256 1024] [--long 24 16384]
 
 Microseconds, in captured graphs, of the four products of a layer and of attention over pages. For a product: bf16 by
 cuBLAS, ours with each tile, cuBLAS in FP8. The best tile is what `TILES` of `cuda/kernels/fp8_product.py` should have;
-the same goes for the programs of attention and `PROGRAMS` of `attention.py`.
+the same goes for the plans of attention and `PLANS` of `attention.py`. `--short` is a batch of rows with little text.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from unittest.mock import patch
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from asyncrl.engines.native.cuda.weights_fp8 import quantized_matrix
 from asyncrl.models.expand import SHAPES
 from asyncrl.models.names import Part
 
+PROGRAMS, WARPS, STAGES = (512, 1024, 2048), (1, 2, 4), {"bf16": (3,), "FP8": (2, 4, 6)}
+"""Plans of attention that are compared."""
 RUNS, COPIES = 20, 4
 """Several copies of the weights, so that none is left in the cache from the run before."""
 
@@ -95,27 +97,32 @@ def attention(shape: str, rows: int, context: int) -> None:
     out: Tensor = qkv.new_empty(rows, heads.queries * heads.dim)
     pages = torch.randn(2, rows * each, heads.keys, PAGE, heads.dim, device="cuda", dtype=torch.bfloat16)
     narrow = Kv(pages.to(torch.float8_e4m3fn), torch.ones(2, device="cuda"))
-    for programs in (256, 512, 1024):
-        with patch.object(kernel, "PROGRAMS", programs):
-            times = [microseconds([partial(kernel.attend, qkv, kv, heads, queries, out)]) for kv in (Kv(pages), narrow)]
-        rates = [pages.numel() * size / time / 1e6 for size, time in zip((2, 1), times, strict=True)]
+    for kind, kv, size in (("bf16", Kv(pages), 2), ("FP8", narrow, 1)):
+        found: dict[str, float] = {}
+        for plan in (kernel.Plan(*numbers) for numbers in product(PROGRAMS, WARPS, STAGES[kind])):
+            found[" x ".join(map(str, plan))] = microseconds(
+                [partial(kernel.attend, qkv, kv, heads, queries, out, plan)]
+            )
+        shown = sorted(found.items(), key=lambda pair: pair[1])
+        rate = pages.numel() * size / shown[0][1] / 1e6
         print(
-            f"attention, {rows} rows of {context}, PROGRAMS={programs}: bf16 {times[0]:.0f} ({rates[0]:.2f} TB/s), "
-            f"FP8 {times[1]:.0f} ({rates[1]:.2f} TB/s), {times[0] / times[1]:.2f} times as fast"
+            f"attention in {kind}, {rows} rows of {context}, best {rate:.2f} TB/s; programs x warps x stages: ", end=""
         )
+        print(", ".join(f"{name} {time:.0f}" for name, time in shown), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 128, 256, 1024])
-    parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--long", type=int, nargs=2, default=(24, 16384), metavar=("ROWS", "TOKENS"))
+    parser.add_argument("--short", type=int, nargs=2, default=(256, 320), metavar=("ROWS", "TOKENS"))
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     with torch.inference_mode():
-        attention(arguments.shape, arguments.rows, arguments.context)
+        for rows, context in (arguments.long, arguments.short):
+            attention(arguments.shape, rows, context)
         for tokens in arguments.tokens:
             products(arguments.shape, tokens)
 

@@ -6,7 +6,8 @@
 
     sync         training begins when the step's last answer is there, generation when the new weights are
     stream       + forward and backward on the groups that are complete, while the others are written
-    partial      + generation runs some versions ahead, and answers go on with new weights in the middle
+    partial      + long answers may take some versions, and go on with new weights in the middle; a step's worth of
+                 groups is kept ready
     speculation  + drafts by a head that follows the policy; without --head one is learned from the first run's answers
     fp8          + weights, activations, keys and values in FP8; left out where the engine has none
 
@@ -80,7 +81,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 def settings(mode: str, options: argparse.Namespace, drafter: list[str]) -> list[str]:
     """What sets a mode apart."""
-    groups, ahead = options.groups, f"max_staleness={options.staleness}"
+    groups = options.groups
+    ahead = f"max_staleness={options.staleness}", f"flow.max_ready_groups={groups}"
     whole, early = f"flow.groups_per_take={groups}", f"flow.groups_per_take={max(1, groups // 4)}"
     match mode:
         case "sync":
@@ -88,12 +90,12 @@ def settings(mode: str, options: argparse.Namespace, drafter: list[str]) -> list
         case "stream":
             return ["max_staleness=0", early]
         case "partial":
-            return [ahead, early]
+            return [*ahead, early]
         case "speculation":
-            return [ahead, early, *drafter]
+            return [*ahead, early, *drafter]
         case _:
             scales = ["rollout.kv_scales=engine"] if options.engine == "vllm" else []
-            return [ahead, early, *drafter, "rollout.precision=fp8_full", *scales]
+            return [*ahead, early, *drafter, "rollout.precision=fp8_full", *scales]
 
 
 def common(options: argparse.Namespace) -> list[str]:
@@ -226,7 +228,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--frozen-head", action="store_true", help="do not train it along")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--groups", type=int, help="groups of a step; 32, and 64 with --words")
-    parser.add_argument("--staleness", type=int, default=2, help="versions that generation may run ahead")
+    parser.add_argument("--staleness", type=int, default=8, help="versions that an answer may take")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start", type=int, default=800, metavar="N", help="supervised steps without --model")

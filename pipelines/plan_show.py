@@ -62,8 +62,10 @@ def arithmetic(run: Run) -> str:
     publishes = f"{ahead} publish{'es' * (ahead > 1)} ahead"
     if not isinstance(run.staleness, FixedStaleness):
         publishes = f"up to {publishes}, as staleness={run.staleness.__struct_config__.tag} decides"
-    admitted = f"{run.capacity_groups} groups admitted, the oldest token at most {ahead} version{'s' * (ahead > 1)} old"
-    return f"{step}, {publishes}: {admitted}; {begins}"
+    fresh = f", at most {flow.max_ready_groups} of them complete or just begun" if flow.max_ready_groups else ""
+    admitted = f"{run.capacity_groups} groups admitted{fresh}"
+    oldest = f"the oldest token at most {ahead} version{'s' * (ahead > 1)} old"
+    return f"{step}, {publishes}: {admitted}, {oldest}; {begins}"
 
 
 def _show_graph(

@@ -9,13 +9,14 @@ step is made per batch, so pi is the very policy being differentiated and no sec
     sequence TIS    w_t = clamp(prod rho, floor, cap)                   sequence MIS: 0 outside instead
     rejection       w_t = 0 where a measure of rho, of the token or of its sample, leaves its bounds
     veto            w_t = 0 for a sample with any rho_t < veto
-    caution         lr * min(1, sqrt(max_drift / mean((log rho)^2)))
+    caution         lr * min(1, sqrt(max_drift / (drift - least))),  drift = mean((log rho)^2), least that of any step
     interpolated    log prox_t = log mu_t + a (log pi_t - log mu_t),  a = (age - 1) / age: the version before pi's
 
 Weights are constants to the gradient and multiply the whole clipped term. Rejection changes no denominator, so what is
 kept has the gradient that it has without rejection.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -61,14 +62,27 @@ def correct(settings: Correction, logp_L: Tensor, behaviour_logp_L: Tensor, samp
     return Corrected(log_rho_L, proximal_logp_L, weight_L * kept_L, kept_L, truncated_L)
 
 
-def caution(settings: Correction, drift: float) -> float:
-    """What the learning rate of a step is multiplied by; `drift` is the mean (log rho)^2 of its tokens.
+class Caution:
+    """Smaller steps where samples are far off-policy.
 
     A gradient that comes late makes the policy overshoot, the more the further it has moved meanwhile. No weight of a
     token changes that, and Adam divides the size of the gradient out again: only a smaller step helps.
+
+    Engines that round otherwise than the trainer, in FP8 above all, are off by something even with the same weights.
+    That is no lateness: the least drift of any step is the most that it can be, and does not count.
     """
-    limit = settings.max_drift if isinstance(settings, Importance) else 0.0
-    return (limit / drift) ** 0.5 if limit and drift > limit else 1.0
+
+    def __init__(self, settings: Correction) -> None:
+        self._limit = settings.max_drift if isinstance(settings, Importance) else 0.0
+        self.least = math.inf
+        """So far; a checkpoint keeps it."""
+
+    def scale(self, drift: float) -> float:
+        """What the learning rate of a step is multiplied by; `drift` is the mean (log rho)^2 of its tokens."""
+        if drift > 0:  # 0 where a step has nothing to learn from
+            self.least = min(self.least, drift)
+        late = drift - self.least
+        return (self._limit / late) ** 0.5 if self._limit and late > self._limit else 1.0
 
 
 def _split(

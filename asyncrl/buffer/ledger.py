@@ -21,10 +21,11 @@ no group is trained after its expiry; no token of it is older than v; staleness 
 admitted only for the step of its own version: synchronous. Inside these limits groups are delivered in any order, so
 a straggler is passed as long as everybody can still be trained in time, and holds a place only in its last step,
 until it completes or its deadline drops it. There is no deadlock: while version + k >= step, either P - taken groups
-wait, or one more is admitted.
+wait, or one more is admitted. `max_ready` admits later than that, never while fewer than P groups wait.
 """
 
 from collections import Counter
+from itertools import takewhile
 from typing import Literal
 
 from asyncrl.buffer.records import (
@@ -72,8 +73,7 @@ class Book:
         self._dropped: dict[int, Dropped] = {}
         self._late: set[Slot] = set()
         self._due: Counter[int] = Counter()
-        self._first_due: int | None = None
-        """Remembered by `next_deadline`."""
+        self._first_due: int | None = None  # remembered by `next_deadline`
         self._sample_bytes = terms.sample_bytes
         self._in_flight = self._buffered = self._consumed = 0
         self._drops: Counter[str] = Counter()
@@ -133,6 +133,8 @@ class Book:
         if len(self.waiting) >= places:
             unpublished = f", version {self.step} is not published" if self.version < self.step else ""
             return Refusal(f"staleness: {len(self.waiting)} groups wait to be trained{unpublished}")
+        if 0 < self.terms.max_ready <= (ready := self._soon_ready()):
+            return Refusal(f"freshness: {ready} groups are complete or just begun, flow.max_ready_groups as well")
         need, limit = self.terms.group_size * self._sample_bytes, self.terms.max_bytes
         if self.bytes + need > limit:
             return Refusal(f"memory: {self.bytes} of {limit} bytes are held or promised, a group needs {need}", need)
@@ -174,9 +176,7 @@ class Book:
 
     def choice(self, limit: int) -> Choice:
         """The oldest complete groups, at most `limit`, that leave everybody else trainable in time."""
-        stale: list[int] = []
-        chosen: list[int] = []
-        due = self._due.copy()
+        stale, chosen, due = list[int](), list[int](), self._due.copy()
         places, size = min(limit, self.places(self.step)), self.terms.group_size
         for group, lease in self.waiting.items():
             if len(chosen) >= places:
@@ -276,6 +276,11 @@ class Book:
         if not self._due[lease.expiry]:
             del self._due[lease.expiry]
         return lease
+
+    def _soon_ready(self) -> int:
+        """Complete groups, and those begun with the present version; what was begun before is a straggler."""
+        young = takewhile(lambda group: self.waiting[group].version == self.version, reversed(self.waiting))
+        return self.num_complete + sum(not self.complete(group) for group in young)
 
     def _can_pass(self, due: Counter[int], expiry: int, chosen: int) -> bool:
         """Whether delivering a group of `expiry`, after `chosen` others, leaves (I) true."""

@@ -53,11 +53,11 @@ class TrajectoryBuffer:
         total_steps: int | None = None,
         restore_step: int | None = None,
         sample_bytes: int = SAMPLE_BYTES,
+        max_ready: int = 0,
         drop_uninformative: bool = False,
     ) -> None:
-        """`restore_step` is the number of optimizer steps in the checkpoint that the run resumes from; engines are
-        expected to start with that version. `sample_bytes` is the credit of a sample before larger ones were seen.
-        `drop_uninformative` ends complete groups of equal rewards."""
+        """`restore_step`: optimizer steps in the checkpoint that is resumed from; engines are expected to start with
+        that version. For the others see `Terms`."""
         self._terms = Terms(
             group_size=group_size,
             groups_per_step=groups_per_step,
@@ -66,6 +66,7 @@ class TrajectoryBuffer:
             max_bytes=settings.max_bytes,
             sample_bytes=sample_bytes,
             total_steps=total_steps,
+            max_ready=max_ready,
             drop_uninformative=drop_uninformative,
         )
         self._directory = directory

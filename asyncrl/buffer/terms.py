@@ -19,6 +19,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """First guess of the size of a sample; the largest seen replaces it when it is larger."""
     total_steps: int | None = None
     """The run ends after this many, so nothing is admitted that they cannot take; None has no end."""
+    max_ready: int = 0
+    """Nothing is admitted while so many groups are complete or just begun: a step's worth or more; 0 for no limit."""
     drop_uninformative: bool = False
     """End a group whose samples all earned the same reward: its advantages would be zero."""
 

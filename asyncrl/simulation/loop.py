@@ -172,5 +172,6 @@ def _buffer(run: Run, steps: int | None) -> TrajectoryBuffer:
         group_timeout_s=run.flow.group_timeout_s,
         total_steps=steps,
         sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
+        max_ready=run.flow.max_ready_groups,
         drop_uninformative=run.algorithm.dynamic_sampling,
     )

@@ -6,6 +6,7 @@ a resumed run trains on each group exactly once. Of several ranks each writes fi
 whatever files there are: a checkpoint can be continued with any number of ranks.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -38,6 +39,8 @@ class TrainingManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     samples_trained: int
     consumed: tuple[tuple[int, int], ...]
     """Group ids trained on, as inclusive ranges."""
+    least_drift: float | None = None
+    """What `Caution` has seen, put in by `save`; None: nothing yet, or an older checkpoint."""
 
 
 def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -70,6 +73,8 @@ def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model
     if learner.lora.rank:
         adapter_files.save(learner, scratch, learner.lora, model_path)
     if ranks.rank == 0:
+        seen = learner.caution.least
+        manifest = msgspec.structs.replace(manifest, least_drift=seen if math.isfinite(seen) else None)
         _complete(scratch, final, manifest, model_path)
         _forget(directory, keep)
     ranks.fence()
@@ -142,6 +147,7 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     if learner.critic is not None:
         _restore_critic(learner.critic, checkpoint, learner.ranks)
     learner.version = manifest.step
+    learner.caution.least = math.inf if manifest.least_drift is None else manifest.least_drift
     return manifest
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import penalties, registry
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Corrected, caution, correct
+from asyncrl.algorithms.corrections import Caution, Corrected, correct
 from asyncrl.algorithms.settings import Importance, Ppo
 from asyncrl.config import Run
 from asyncrl.models import lora
@@ -67,7 +67,7 @@ class Learner:
             )
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
-        self.version = 0
+        self.version, self.caution = 0, Caution(run.correction)
         self.optimizer = torch.optim.AdamW(
             self._trained,
             lr=run.trainer.lr,
@@ -209,7 +209,7 @@ class Learner:
         if not self._fault and not np.isfinite(norm):
             self._fault = f"the gradient of {self._samples} samples is not finite"
         found = figures(self._observed)
-        found["lr_scale"] = caution(self._run.correction, found["drift"])
+        found["lr_scale"] = self.caution.scale(found["drift"])
         if not self._fault:
             self.optimizer.param_groups[0]["lr"] = self._learning_rate() * found["lr_scale"]
             self.optimizer.step()

@@ -38,7 +38,7 @@ def test_real_words_are_compared_by_the_same_modes(mode: str) -> None:
     run = compose(["experiment=smollm2", *longtail.common(options), *longtail.settings(mode, options, [])])
     assert (run.flow.groups_per_step, run.rollout.group_size, run.rollout.max_tokens) == (64, 8, 1024)
     assert run.rollout.precision == ("fp8_full" if mode == "fp8" else "bf16")
-    assert run.max_staleness == (0 if mode in ("sync", "stream") else 2)
+    assert run.max_staleness == (0 if mode in ("sync", "stream") else 8)
 
 
 def test_the_workload_is_long_tailed() -> None:

@@ -88,6 +88,23 @@ def test_a_straggler_is_passed_until_its_last_step_and_then_holds_its_place() ->
     assert take(book, 2) == (straggler,)
 
 
+def test_what_is_complete_or_just_begun_bounds_admission_and_stragglers_do_not() -> None:
+    book = Book(terms(max_staleness=3, max_ready=2))
+    straggler, quick = admit(book), admit(book)
+    fill(book, quick)
+    refusal = book.admission(0.0)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "freshness: 2 groups are complete or just begun, flow.max_ready_groups as well"
+    assert take(book, 2) == (quick,)
+    fill(book, admit(book))
+    assert take(book, 2) == (2,)
+    next_step(book)
+    assert [admit(book), admit(book)] == [3, 4]  # the straggler is of the version before
+    assert isinstance(book.admission(0.0), Refusal)
+    fill(book, straggler)
+    assert take(book, 2) == (straggler,)
+
+
 def test_a_straggler_that_times_out_gives_its_place_back() -> None:
     book = Book(terms(max_staleness=0))
     late, done = admit(book, now=0.0), admit(book, now=5.0)
@@ -322,13 +339,14 @@ TestBook.settings = settings(max_examples=60, stateful_step_count=60, deadline=N
     staleness=st.integers(0, 3),
     publish_lag=st.integers(0, 2),
     failure=st.sampled_from([0.0, 0.2]),
+    ready_steps=st.sampled_from([0, 1, 2]),
 )
 def test_training_proceeds_whatever_finishes_first(
-    seed: int, quota: int, staleness: int, publish_lag: int, failure: float
+    seed: int, quota: int, staleness: int, publish_lag: int, failure: float, ready_steps: int
 ) -> None:
     """If each group completes, fails or times out, 15 steps are trained within a bounded number of turns."""
     rng = random.Random(seed)
-    book = Book(terms(groups_per_step=quota, max_staleness=staleness))
+    book = Book(terms(groups_per_step=quota, max_staleness=staleness, max_ready=ready_steps * quota))
     order: list[int] = []
     unpublished = 0
     for now in range(15 * (quota + publish_lag + 2) * 20):

@@ -68,6 +68,7 @@ def test_derived_numbers() -> None:
         ({"name": "../x"}, "name='../x' must be a plain directory name"),
         ({"name": ""}, "name='' must be a plain directory name"),
         ({"flow": {"groups_per_take": 9, "groups_per_step": 8}}, "lower flow.groups_per_take"),
+        ({"flow": {"max_ready_groups": 7, "groups_per_step": 8}}, "a step could never be filled"),
         (
             {"engine": {"type": "vllm"}, "drafter": {"type": "eagle3", "training": {"source": "rollout"}}},
             "gives hidden states as it decodes, and not engine=vllm; use drafter.training.source=trainer",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import grpo
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Corrected, caution, correct, log_ratio
+from asyncrl.algorithms.corrections import Caution, Corrected, correct, log_ratio
 from asyncrl.algorithms.settings import Correction, CustomCorrection, DrGrpo, Grpo, Importance, Reject
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.training.learner import Learner
@@ -176,9 +176,19 @@ def test_the_trainers_policy_is_the_proximal_one_of_fresh_tokens():
 
 
 def test_a_step_far_off_policy_is_smaller_by_the_root_of_the_excess():
-    settings = Importance(max_drift=0.01)
-    assert [caution(settings, drift) for drift in (0.0, 0.005, 0.01, 0.04, 1.0)] == [1.0, 1.0, 1.0, 0.5, 0.1]
-    assert caution(Importance(max_drift=0.0), 1.0) == 1.0
+    caution = Caution(Importance(max_drift=0.01))
+    caution.least = 0.0
+    assert [caution.scale(drift) for drift in (0.0, 0.005, 0.01, 0.04, 1.0)] == [1.0, 1.0, 1.0, 0.5, 0.1]
+    assert Caution(Importance(max_drift=0.0)).scale(1.0) == 1.0
+
+
+def test_what_engines_are_off_by_with_the_same_weights_is_no_lateness():
+    caution = Caution(Importance(max_drift=0.01))
+    assert caution.scale(0.25) == 1.0  # the first step trains on the version that it sampled with
+    assert caution.scale(0.29) == pytest.approx(0.5)
+    assert caution.scale(0.0) == 1.0  # a step with nothing to learn from tells nothing
+    assert caution.scale(0.04) == 1.0
+    assert caution.scale(0.08) == pytest.approx(0.5)
 
 
 def test_an_absurd_ratio_stays_finite():

@@ -10,6 +10,8 @@ of that of the scores, the values' comes in at the end.
 How many tokens a row has is read from the device, so one captured graph serves all lengths.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +19,21 @@ from torch import Tensor
 
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kv, Queries
 
-PROGRAMS = 512
-"""About four for each multiprocessor: enough to read memory at full speed. Pages in FP8 are read in half the time, so
-there the work for each page counts for more: twice as many hide it."""
 MOST_SPLITS = 32
-STAGES = 3
-"""Pages on their way at once, in a program; those in FP8 are smaller, and one more fits."""
+
+
+class Plan(NamedTuple):
+    programs: int
+    """At least, where pages can be split: enough of them read memory at full speed."""
+    warps: int
+    """Of a program with few queries. They share each page, and wait for each other over it."""
+    stages: int
+    """Pages on their way at once, in a program."""
+
+
+PLANS = {False: Plan(512, 4, 3), True: Plan(1024, 4, 4)}
+"""By whether pages are in FP8. Those are read in half the time, so the work for each counts for more: more programs
+hide it, and as they are smaller one more is on its way. `benchmarks.fp8_kernels` compares others."""
 
 
 @triton.jit
@@ -129,15 +140,16 @@ def _join(parts, log_weight, out, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D
     tl.store(out + head * D + place, mean.to(out.dtype.element_ty), mask=inside)
 
 
-def splits_for(groups: int, kv_heads: int, programs: int = PROGRAMS) -> int:
+def splits_for(groups: int, kv_heads: int, programs: int) -> int:
     """A power of two."""
     wanted = max(1, programs // (groups * kv_heads))
     return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
-def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Tensor) -> None:
+def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Tensor, plan: Plan | None = None) -> None:
     pages, scales = kv
-    splits = splits_for(queries.groups, heads.keys, PROGRAMS if scales is None else 2 * PROGRAMS)
+    plan = plan or PLANS[scales is not None]
+    splits = splits_for(queries.groups, heads.keys, plan.programs)
     block_d = max(16, triton.next_power_of_2(heads.dim))
     block_m = max(16, triton.next_power_of_2(queries.width * heads.group))
     parts, log_weight = out_T_X, out_T_X
@@ -167,8 +179,8 @@ def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Ten
         BLOCK_D=block_d,
         PRECISION="ieee" if qkv_T_X.dtype == torch.float32 else "tf32",
         SCALED=scales is not None,
-        num_warps=4 if block_m <= 64 else 8,
-        num_stages=STAGES + (scales is not None) if qkv_T_X.dtype != torch.float32 else 2,
+        num_warps=plan.warps if block_m <= 64 else 8,
+        num_stages=plan.stages if qkv_T_X.dtype != torch.float32 else 2,
     )
     if splits > 1:
         heads_of_all = queries.tokens * heads.queries
