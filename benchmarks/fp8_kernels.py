@@ -21,7 +21,7 @@ from asyncrl.engines.native.cuda.weights_fp8 import quantized_matrix
 from asyncrl.models.expand import SHAPES
 from asyncrl.models.names import Part
 
-PROGRAMS, WARPS, STAGES = (512, 1024, 2048), (1, 2, 4), {"bf16": (3,), "FP8": (2, 4, 6)}
+PROGRAMS, WARPS, STAGES = (512, 1024, 2048), (1, 2, 4), {"bf16": (3, 5), "FP8": (4, 6, 8)}
 """Plans of attention that are compared."""
 RUNS, COPIES = 20, 4
 """Several copies of the weights, so that none is left in the cache from the run before."""

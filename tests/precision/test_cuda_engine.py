@@ -50,7 +50,7 @@ def engine(
     return CudaEngine(path, SETTINGS, drafter or NoDrafter(), name="fp8", dtype=dtype, device=where, numerics=found)
 
 
-def greedy(count: int = 6) -> list[Any]:
+def greedy(count: int = 3) -> list[Any]:
     return [ask(str(i), LONG[: 10 + 7 * i], temperature=0.0) for i in range(count)]
 
 

@@ -131,6 +131,7 @@ def test_a_penalty_keeps_the_policy_near_the_reference(model_path: Path, placeme
     for coefficient in (0.0, 5.0):
         algorithm = ReinforcePp(kl=Kl(coefficient=coefficient, placement=placement))  # type: ignore[arg-type]
         learner, start = make(model_path, algorithm), make(model_path, Grpo())
+        learner.caution.least = 0.0
         (batch,) = pack([block(group, [0.0] * 4) for group in groups(3)], 10_000)
         for _ in range(15):
             learner.accumulate(groups(3))

@@ -79,7 +79,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     first, second = (_learner(tmp_path / "base") for _ in range(2))
     _train(first)
     saved = checkpoint.save(first, tmp_path / "saved", MANIFEST, model_path=tmp_path / "base", keep=1)
-    assert checkpoint.restore(second, saved) == MANIFEST
+    assert checkpoint.restore(second, saved).step == MANIFEST.step
     assert _train(first) == _train(second)
     assert all(torch.equal(p, q) for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True))
     with pytest.raises(CheckpointError, match=r"was written with trainer\.lora\.rank"):

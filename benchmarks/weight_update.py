@@ -1,31 +1,37 @@
-"""How long requests wait while vLLM takes new weights, and how fast it generates in between.
+"""How long requests wait while an engine takes new weights, and how fast it generates in between.
 
-    python -m benchmarks.vllm_weight_update [--shape qwen3-0.6b] [--requests 64] [--updates 10] [--on-update keep]
+    python -m benchmarks.weight_update [--engine native|vllm] [--shape qwen3-0.6b] [--requests 64] [--updates 10]
 
-The trainer's weights lie on the same GPU (CUDA IPC), or in shared memory where there is none. The pause is the longest
-time without a new token of any request around an update, seen by the readers of the answers; `publish` is the
-trainer's part, before the engine is asked, and disturbs no request.
+The trainer's weights lie on the same GPU, in another process (CUDA IPC), or in shared memory where there is no GPU. The
+pause is the longest time without a new token of any request around an update, seen by the readers of the answers;
+`publish` is the trainer's part, before the engine is asked, and disturbs no request.
 """
 
 import argparse
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 
+import msgspec
 import torch
 
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.engines.native.build import build_native
+from asyncrl.engines.settings import NativeEngine, VllmEngine
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.names import hf_tensors
-from asyncrl.types import Request, Sampling
-from asyncrl.weights.transport import Writer, make_writer
+from asyncrl.types import Request, Sampling, WeightManifest
+from asyncrl.weights.transport import make_writer
+from benchmarks.rollout import made_up
 
 SHAPES = {
     "qwen3-0.6b": {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
@@ -39,12 +45,51 @@ COMMON = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+LARGE = "qwen3-8b"
+"""Made on the GPU."""
 TOKENS = 8000
+START_TIMEOUT_S = 120.0
 
 
-def make_checkpoint(shape: str, folder: Path, dtype: torch.dtype) -> None:
+class Trainer:
+    """In a process of its own, as in a run: a process cannot map what it shares itself."""
+
+    def __init__(self, path: Path) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_publish, args=(path, theirs), daemon=True)
+        self._process.start()
+        self.publish(0)
+
+    def publish(self, version: int) -> WeightManifest:
+        self._pipe.send(version)
+        if not self._pipe.poll(START_TIMEOUT_S):
+            raise TimeoutError(f"the trainer has not published version {version} within {START_TIMEOUT_S:g} s")
+        return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=WeightManifest)
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(10)
+
+
+def _publish(path: Path, pipe: Connection) -> None:
+    on_gpu = torch.cuda.is_available()
+    model, _ = load_model(path, torch.bfloat16 if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
+    writer = make_writer(lambda: hf_tensors(model), "cuda_ipc" if on_gpu else "shared_memory", prefix="bench")
+    while (version := pipe.recv()) is not None:
+        pipe.send_bytes(msgspec.msgpack.encode(writer.publish(version)))
+    writer.close()
+
+
+@contextmanager
+def made(arguments: argparse.Namespace) -> Generator[Path]:
     """Random weights: what is loaded has no influence on how long it takes."""
-    save_model(random_model(ModelConfig.from_hf(COMMON | SHAPES[shape]), 0, dtype), folder)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.at or Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_model(random_model(ModelConfig.from_hf(COMMON | SHAPES[arguments.shape]), 0, dtype), path)
+        yield path
 
 
 class Arrivals:
@@ -84,7 +129,7 @@ async def answer(engine: Engine, number: int) -> int:
     return sum([len(delta.segment) async for delta in engine.submit(request)])
 
 
-async def measure(engine: Engine, writer: Writer, arguments: argparse.Namespace) -> None:
+async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespace) -> None:
     await engine.start()
     running = [asyncio.create_task(answer(engine, number)) for number in range(arguments.requests)]
     while engine.stats().generated_tokens < 20 * arguments.requests:  # noqa: ASYNC110  (a counter, not an event)
@@ -97,7 +142,7 @@ async def measure(engine: Engine, writer: Writer, arguments: argparse.Namespace)
     publishes: list[float] = []
     for version in range(1, arguments.updates + 1):
         began = perf_counter()
-        manifest = writer.publish(version)
+        manifest = await asyncio.to_thread(trainer.publish, version)
         publishes.append(perf_counter() - began)
         await asyncio.sleep(0.3)
         began = perf_counter()
@@ -107,7 +152,7 @@ async def measure(engine: Engine, writer: Writer, arguments: argparse.Namespace)
     arrivals.stop()
     pauses, quiet = arrivals.longest(updates)
     loads = [ended - began for began, ended in updates]
-    print(f"{arguments.shape}, {arguments.requests} requests, {arguments.on_update}")
+    print(f"{arguments.engine}, {arguments.shape}, {arguments.requests} requests, {arguments.on_update}")
     print(f"between updates: {rate:,.0f} tokens/s")
     print(f"longest wait for a token without an update: {quiet * 1e3:.1f} ms")
     for name, values in (("pause", pauses), ("load_weights", loads), ("publish", publishes)):
@@ -120,36 +165,32 @@ async def measure(engine: Engine, writer: Writer, arguments: argparse.Namespace)
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     await engine.close()
-    writer.close()
+    trainer.close()
+
+
+def make_engine(path: Path, arguments: argparse.Namespace) -> Engine:
+    on_gpu, batch, memory = torch.cuda.is_available(), max(64, arguments.requests), arguments.memory
+    precision = "bf16" if on_gpu else "fp32"
+    if arguments.engine == "native":
+        native = NativeEngine(max_batch=batch, max_length=8192, memory=memory, device="cuda" if on_gpu else "cpu")
+        return build_native(path, native, NoDrafter(), name="bench", precision=precision)
+    vllm = VllmEngine(max_batch=batch, max_length=8192, memory=memory, gpu_cache_gib=arguments.cache_gib)
+    return build_vllm(path, vllm, NoDrafter(), name="bench", precision=precision)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--engine", choices=("native", "vllm"), default="native")
+    parser.add_argument("--shape", choices=[*SHAPES, LARGE], default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--on-update", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--memory", type=float, default=0.4)
-    parser.add_argument("--cache-gib", type=float, default=0.0, help="of keys and values, instead of --memory")
+    parser.add_argument("--cache-gib", type=float, default=0.0, help="of vLLM's keys and values, instead of --memory")
     parser.add_argument("--at", type=Path, help="where to make the model: at the same place vLLM starts faster again")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = arguments.at or Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        on_gpu = torch.cuda.is_available()
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        make_checkpoint(arguments.shape, path, dtype)
-        model, _ = load_model(path, dtype)
-        model = model.to("cuda" if on_gpu else "cpu")
-        writer = make_writer(lambda: hf_tensors(model), "cuda_ipc" if on_gpu else "shared_memory", prefix="bench")
-        settings = VllmEngine(
-            max_batch=max(64, arguments.requests),
-            max_length=8192,
-            memory=arguments.memory,
-            gpu_cache_gib=arguments.cache_gib,
-        )
-        engine = build_vllm(path, settings, NoDrafter(), name="bench", precision="bf16" if on_gpu else "fp32")
-        asyncio.run(measure(engine, writer, arguments))
+    with made_up(LARGE) if arguments.shape == LARGE else made(arguments) as path:
+        asyncio.run(measure(make_engine(path, arguments), Trainer(path), arguments))
 
 
 if __name__ == "__main__":
