@@ -74,7 +74,7 @@ class TrainerActor:
         self._checkpoints = checkpoints
         self._buffer = buffer
         self._learner = Learner(model_path, run, None if seat is None else _join(run, seat))
-        self._watch = Watch(run.sentinel)
+        self._watch = Watch(run.sentinel, run.rollout.precision)
         self._fp8 = Fp8Publication(run, self._learner.model_config)
         self._writer = self._make_writer()
         self._consumed: list[int] = []

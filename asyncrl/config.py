@@ -90,8 +90,9 @@ class Sentinel(Settings, frozen=True):
 
     max_kl: NonNegative = 0.5
     """Largest |mismatch_kl| of a step; 0 turns it off."""
-    on_fp8: Literal["stop", "fall_back"] = "stop"
-    """At that KL with answers sampled in FP8: end the run, or go on without FP8."""
+    on_fp8: Literal["stop", "fall_back", "restart"] = "stop"
+    """At that KL with answers sampled in FP8: end the run, go on without FP8 from the next version on, or start the
+    engines again without FP8, from the last checkpoint."""
     max_skipped: Positive = 3
     """Steps in a row whose loss or gradient is not finite."""
 

@@ -79,6 +79,10 @@ class DivergenceError(AsyncRLError, ArithmeticError):
     exit_code = 7
 
 
+class Fp8Error(DivergenceError):
+    """Answers in FP8 are further off than the run allows, which is to start again without FP8."""
+
+
 class ClusterError(AsyncRLError, ConnectionError):
     """A cluster could not be brought up, reached or taken down; the message says at which stage."""
 

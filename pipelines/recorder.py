@@ -219,6 +219,10 @@ class Recorder:
         self.event("restart", reason=reason)
         self._say(f"{reason.splitlines()[0]}: the run starts again from its last checkpoint")
 
+    def fp8_left(self, reason: str) -> None:
+        self.event("fp8_left", reason=reason)
+        self._say(f"{reason}: the run starts again from its last checkpoint, without FP8")
+
     def drafter_lost(self, reason: str) -> None:
         self.event("drafter_lost", reason=reason)
         self._say("the drafter died; engines keep the last head, and the run goes on")

@@ -9,9 +9,10 @@ from typing import Any
 from actors import roster
 from actors.spawn import Spawner, cluster
 from asyncrl.config import Checkpoint, Run, WarmStart
-from asyncrl.errors import ActorError, AsyncRLError, ConfigError, MissingDependencyError
+from asyncrl.errors import ActorError, AsyncRLError, ConfigError, Fp8Error, MissingDependencyError
 from asyncrl.insight.environment import environment
 from asyncrl.placement import CPU, Offer
+from asyncrl.precision.settings import without_fp8
 from asyncrl.rundir import RunDirectory, owner_only, replace
 from asyncrl.stalls.prompts import Announced
 from asyncrl.tasks.base import make_task
@@ -73,6 +74,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
                 run = placement.settled(run, offer)
                 while (figures := attempt.make(run, offer, spawner, model_path, watchdog)) is None:
                     spawner.clear()
+                    run = without_fp8(run) if attempt.left_fp8 else run
                     attempt = attempt.next()
         except BaseException as error:
             cause = _first_cause(error)
@@ -94,7 +96,7 @@ class _Attempt:
         self, run: Run, directory: RunDirectory, progress: Progress, *, resumed: bool, number: int = 0
     ) -> None:
         self._run, self._directory, self._progress = run, directory, progress
-        self._resumed, self._number = resumed, number
+        self._resumed, self._number, self.left_fp8 = resumed, number, False
         saved = checkpoint.numbered(directory.checkpoints) if resumed else []
         self._restore_from = saved[-1] if saved else None
         self.recorder = Recorder(run, directory, progress, first_step=saved[-1][0] if saved else 0)
@@ -109,12 +111,20 @@ class _Attempt:
         )
         try:
             return run_loop(watchdog.guard(training))
-        except (ActorError, ExceptionGroup) as error:
+        except (ActorError, Fp8Error, ExceptionGroup) as error:
             cause = _first_cause(error)
+            if isinstance(cause, Fp8Error):
+                return self._leave_fp8(str(cause))
             if not isinstance(cause, ActorError) or self._number >= run.recovery.max_restarts:
                 raise
             self.recorder.restart(str(cause))
             return None
+
+    def _leave_fp8(self, reason: str) -> None:
+        """Also for those who resume: the run's settings are changed."""
+        self._run, self.left_fp8 = without_fp8(self._run), True
+        replace(self._directory.config, to_yaml(self._run).encode())
+        self.recorder.fp8_left(reason)
 
     def next(self) -> "_Attempt":
         self.recorder.close()

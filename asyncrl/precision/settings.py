@@ -66,6 +66,12 @@ def carrier(precision: str, engine: EngineSettings) -> Literal["fp32", "bf16"]:
     return "fp32"
 
 
+def without_fp8(run: "Run") -> "Run":
+    """The same run in what engines compute the rest in."""
+    precision = carrier(run.rollout.precision, run.engine)
+    return msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, precision=precision))
+
+
 def travels_in_fp8(engine: EngineSettings) -> bool:
     """Whether FP8 weights are quantized by the trainer: our engine on a GPU. Others quantize what they get."""
     return isinstance(engine, NativeEngine) and engine.device == "cuda"
@@ -118,8 +124,7 @@ def check_precision(run: "Run") -> None:
     if (isinstance(engine, VllmEngine) or travels_in_fp8(engine)) and run.sentinel.on_fp8 == "fall_back":
         who = "vLLM" if isinstance(engine, VllmEngine) else "our engine on a GPU"
         raise ConfigError(
-            f"sentinel.on_fp8=fall_back: {who} cannot leave FP8 while it runs; use sentinel.on_fp8=stop, or "
-            "engine=native engine.device=cpu"
+            f"sentinel.on_fp8=fall_back: {who} cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop"
         )
 
 

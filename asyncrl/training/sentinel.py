@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from asyncrl.config import Sentinel
-from asyncrl.errors import DivergenceError
+from asyncrl.errors import DivergenceError, Fp8Error
 from asyncrl.training.report import StepReport
 
 STALER = "lower max_staleness or trainer.lr"
@@ -30,8 +30,9 @@ def alarms(figures: Mapping[str, float]) -> tuple[str, ...]:
 class Watch:
     """Stops a run that cannot recover by itself."""
 
-    def __init__(self, settings: Sentinel) -> None:
-        self._settings = settings
+    def __init__(self, settings: Sentinel, precision: str) -> None:
+        """`precision` is that of rollouts: one that started again without FP8 may still meet answers in FP8."""
+        self._settings, self._in_fp8 = settings, precision.startswith("fp8")
         self._skipped = 0
         self.fell_back = False
         """Whether FP8 was left: no version after it is published in FP8."""
@@ -46,7 +47,7 @@ class Watch:
             )
         kl, bound = report.figures["mismatch_kl"], self._settings.max_kl
         if bound and abs(kl) > bound:
-            if self._settings.on_fp8 == "fall_back" and any(share.value.startswith("fp8") for share in report.shares):
+            if self._settings.on_fp8 != "stop" and any(share.value.startswith("fp8") for share in report.shares):
                 return self._fall_back(report, kl)
             shares = ", ".join(
                 f"{share.mismatch_kl:.2g} at {share.by} {share.value}" for share in report.shares if share.tokens
@@ -63,7 +64,8 @@ class Watch:
         if self.fell_back:
             return report
         self.fell_back = True
-        said = (
-            f"fp8_fallback=1: mismatch_kl={kl:.3g} is past sentinel.max_kl={self._settings.max_kl:g} with FP8 rollouts"
-        )
+        said = f"mismatch_kl={kl:.3g} is past sentinel.max_kl={self._settings.max_kl:g} with FP8 rollouts"
+        if self._settings.on_fp8 == "restart" and self._in_fp8:
+            raise Fp8Error(f"step {report.version}: {said}")
+        said = f"fp8_fallback=1: {said}"
         return msgspec.structs.replace(report, alarms=(*report.alarms, f"{said}; they go on without FP8 from now on"))

@@ -10,6 +10,7 @@ from asyncrl.data.tables import read_table
 from asyncrl.rundir import read_events
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
+from pipelines.compose import from_yaml
 from tests.pipelines import helpers
 
 WORDS = ("rollout.precision=fp8_full", "algorithm.kl.coefficient=1e-6", "max_staleness=0")
@@ -43,3 +44,15 @@ def test_a_run_falls_back_and_says_so_once(tmp_path: Path, model: Path) -> None:
     shares = _shares(tmp_path)
     assert (shares[0]["value"], shares[-1]["value"]) == ("fp8_full", "fp32")
     assert shares[0]["mismatch_k3"] > 100 * shares[-1]["mismatch_k3"]
+
+
+def test_or_starts_again_without_fp8(tmp_path: Path, model: Path) -> None:
+    """As engines must that cannot leave FP8 while they run; what was sampled in FP8 after the checkpoint is kept."""
+    bounds = ("sentinel.max_kl=1e-5", "sentinel.on_fp8=restart", "trainer.lr=1e-9")
+    output = helpers.finish(helpers.start(tmp_path, model, *WORDS, *bounds))
+    assert "the run starts again from its last checkpoint, without FP8" in " ".join(output.split())
+    (left,) = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "fp8_left"]
+    assert "is past sentinel.max_kl=1e-05 with FP8 rollouts" in left["reason"]
+    assert from_yaml(tmp_path / "run" / "config.yaml").rollout.precision == "fp32"
+    shares = _shares(tmp_path)
+    assert (shares[0]["value"], shares[-1]["value"]) == ("fp8_full", "fp32")

@@ -85,7 +85,7 @@ def test_what_the_trainer_quantizes_are_the_numbers_it_computes_with(dtype: str)
                 "engine": {"type": "native", "device": "cuda"},
                 "sentinel": {"on_fp8": "fall_back"},
             },
-            "our engine on a GPU cannot leave FP8 while it runs; use sentinel.on_fp8=stop",
+            "our engine on a GPU cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop",
         ),
         (
             {"rollout": {"precision": "fp8_kv"}, "engine": {"type": "vllm"}},
@@ -93,7 +93,7 @@ def test_what_the_trainer_quantizes_are_the_numbers_it_computes_with(dtype: str)
         ),
         (
             {"rollout": {"precision": "fp8"}, "engine": {"type": "vllm"}, "sentinel": {"on_fp8": "fall_back"}},
-            "vLLM cannot leave FP8 while it runs; use sentinel.on_fp8=stop",
+            "vLLM cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop",
         ),
         ({"rollout": {"precision": "fp4"}}, "use one of bf16, fp32, fp8, fp8_full, fp8_kv"),
         ({"rollout": {"fp8": {"keep_frist": 1}}}, "unknown key rollout.fp8.keep_frist"),

@@ -125,7 +125,7 @@ def agree(serving: Fp8Serving | None, manifest: WeightManifest, receiver: Receiv
     if manifest.fp8 is None:
         raise WeightSyncError(
             f"{_who(manifest, receiver)}: it is not meant for FP8, and an engine on a GPU cannot leave FP8 while it "
-            "runs; start both with the same rollout.precision, and use sentinel.on_fp8=stop"
+            "runs; start both with the same rollout.precision, and use sentinel.on_fp8=restart or stop"
         )
     check_layers(manifest.fp8.quantized, serving.quantized, _who(manifest, receiver))
 
