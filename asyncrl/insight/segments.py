@@ -125,20 +125,21 @@ class _Reader:
         first = self._words.take(place)
         second = self._words.take(place + 1, mode="clip")  # the last text of a file may be of one word
         kept = np.minimum(lengths, INLINE)
-        views = np.empty((len(place), 2), np.int64)
-        views[:, 0] = first << 32 & HEAD_MASKS.take(kept) | lengths
+        head = first << 32 & HEAD_MASKS.take(kept)
         tail = (first >> 32 & 0xFFFFFFFF | second << 32) & TAIL_MASKS.take(kept)
+        views = np.empty((len(place), 2), np.int64)
+        views[:, 0] = head | lengths
         views[:, 1] = np.where(lengths > INLINE, place << 32 + WORD, tail)
         words = lengths + 7 >> WORD
-        if not self._are_ascii(place, words):
+        if not (_are_ascii(head) and _are_ascii(tail) and self._continue_in_ascii(place, words)):
             self._as_text(views).validate(full=True)
         return views, place + words
 
-    def _are_ascii(self, place: Positions, words: Positions) -> bool:
-        """Most texts are. Arrow takes several times as long to see that they are texts at all."""
+    def _continue_in_ascii(self, place: Positions, words: Positions) -> bool:
+        """Most texts do. Arrow takes several times as long to see that they are texts at all."""
         longest = int(words.max())
-        found = (self._words.take(place[words > word] + word) for word in range(longest))
-        return longest <= SHORT and not any(np.bitwise_or.reduce(letters) & NOT_ASCII for letters in found)
+        found = (self._words.take(place[words > word] + word) for word in range(1, longest))
+        return longest <= SHORT and all(map(_are_ascii, found))
 
     def _lists(self, kind: Any, place: Positions) -> tuple[Any, Positions]:
         """Of items of four bytes, which stay where they are."""
@@ -155,3 +156,7 @@ class _Reader:
 
     def _as_text(self, views: Positions) -> Any:
         return pa.Array.from_buffers(pa.string_view(), len(views), [None, pa.py_buffer(views), self._whole])
+
+
+def _are_ascii(letters: Positions) -> bool:
+    return not np.bitwise_or.reduce(letters) & NOT_ASCII
