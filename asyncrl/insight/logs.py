@@ -143,7 +143,7 @@ class Tail:
         self._path: Path | None = None
         self._place = 0
         if (newest := newest_file(directory, stem, schema)) is not None:
-            self._path = newest.path
+            self._path = newest.file.path
             self._place = int(newest.starts[-keep:][0]) - FRAME.size
 
     def read(self) -> Iterator[bytes]:
