@@ -3,20 +3,24 @@
 import csv
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import duckdb
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.errors import ConfigError
 from asyncrl.insight.queries import READY
 from asyncrl.insight.tables import TABLES, open_run
 from asyncrl.refusals import did_you_mean
+from pipelines.text_table import draw
+
+if TYPE_CHECKING:
+    import duckdb  # which is imported while the run is read
 
 SHOWN = 1000
 """Rows that a table on the terminal holds; csv and json have all."""
@@ -33,7 +37,7 @@ def query(run: Path, sql: str | None, format: str = "table") -> None:
     connection = open_run(run)
     try:
         if sql is None:
-            _show_tables(connection, _console())
+            _show_tables(connection)
             return
         names, rows = _answer(connection, _ready(sql))
         match format:
@@ -42,16 +46,16 @@ def query(run: Path, sql: str | None, format: str = "table") -> None:
             case "json":
                 _write_json(names, rows)
             case _:
-                _show(names, rows, _console())
+                _show(names, rows)
     except BrokenPipeError:  # whoever reads it has enough; without this the interpreter's end would try once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         connection.close()
 
 
-def _console() -> Console:
+def _width() -> int:
     """As wide as the answer where nobody looks at it directly."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED)
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED
 
 
 def _ready(sql: str) -> str:
@@ -65,7 +69,9 @@ def _ready(sql: str) -> str:
     return READY[name].sql
 
 
-def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[list[str], Iterator[Row]]:
+def _answer(connection: "duckdb.DuckDBPyConnection", sql: str) -> tuple[list[str], Iterator[Row]]:
+    import duckdb
+
     try:
         cursor = connection.execute(sql)
         names = [column[0] for column in cursor.description or ()]
@@ -82,38 +88,44 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[list[str],
     return names, rows()
 
 
-def _sentence(error: duckdb.Error) -> str:
+def _sentence(error: Exception) -> str:
     """What DuckDB says, without its picture of the place."""
     said = re.split(r"\n\s*LINE \d+:", str(error), maxsplit=1)[0]
     return " ".join(said.split()).rstrip("!.;")
 
 
-def _show_tables(connection: duckdb.DuckDBPyConnection, console: Console) -> None:
+def _show_tables(connection: "duckdb.DuckDBPyConnection") -> None:
     for name, says in TABLES.items():
-        console.print(f"{name}: {says}")
         columns = connection.execute(f"DESCRIBE {name}").fetchall()  # a name of our own
-        console.print("  " + ", ".join(f"{column} {kind}" for column, kind, *_ in columns) + "\n")
-    console.print("tokens(group_id, sample): position, token, version, logprob of one trajectory\n")
-    console.print("ready queries, to be given by name:")
+        _say(f"{name}: {says}")
+        _say("  " + ", ".join(f"{column} {kind}" for column, kind, *_ in columns))
+        print()
+    _say("tokens(group_id, sample): position, token, version, logprob of one trajectory")
+    print()
+    _say("ready queries, to be given by name:")
     for name, ready in READY.items():
-        console.print(f"  {name:<22} {ready.says}")
+        _say(f"  {name:<22} {ready.says}")
 
 
-def _show(names: list[str], rows: Iterator[Row], console: Console) -> None:
-    table = Table(*names)
-    for number, row in enumerate(rows):
-        if number == SHOWN:
-            table.caption = f"the first {SHOWN} rows; --format csv or json has all"
-            break
-        table.add_row(*(_cell(value) for value in row))
-    console.print(table)
+def _say(text: str) -> None:
+    print(textwrap.fill(text, _width()))
+
+
+def _show(names: list[str], rows: Iterator[Row]) -> None:
+    shown = [[_cell(value) for value in row] for row in islice(rows, SHOWN)]
+    for line in draw([_cell(name) for name in names], shown, _width()):
+        print(line)
+    if next(rows, None) is not None:
+        print(f"the first {SHOWN} rows; --format csv or json has all")
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return ""
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
-    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[: CELL + 1])
+    text = text[: CELL + 1]
+    if not text.isprintable():
+        text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
     return text if len(text) <= CELL else f"{text[: CELL - 3]}..."
 
 

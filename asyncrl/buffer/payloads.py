@@ -3,12 +3,15 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.buffer.frames import new_digest
 from asyncrl.buffer.log import Log, Place
-from asyncrl.config import Buffer
 from asyncrl.data.arrow import COLUMNS
 from asyncrl.types import Slot
+
+if TYPE_CHECKING:  # those who only read a log need no settings
+    from asyncrl.config import Buffer
 
 STEM = "trajectories"
 SCHEMA_HASH = new_digest("\n".join(f"{name}: {kind}" for name, kind in COLUMNS.items()).encode()).digest()
@@ -69,7 +72,7 @@ class Payloads:
         return min(sequences, default=self.next_sequence)
 
 
-def open_log(directory: Path, run_id: str, settings: Buffer) -> Log:
+def open_log(directory: Path, run_id: str, settings: "Buffer") -> Log:
     return Log(
         directory,
         STEM,

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pyarrow
-from pyarrow import parquet
 
 from asyncrl.errors import CorruptSegmentError
 
-pa, pq = cast(Any, pyarrow), cast(Any, parquet)  # their type stubs are incomplete
+pa = cast(Any, pyarrow)  # its type stubs are incomplete
 
 MAX_BYTES = 1 << 30
 """Of all columns together once they are unpacked; a run of a million steps stays below it."""
@@ -17,8 +16,10 @@ EXTENSION = b"ARROW:extension:name"
 
 def read_table(path: Path) -> Any:
     """The table, fully validated, or CorruptSegmentError with what is wrong with it."""
+    from pyarrow import parquet  # slow to import, and many who could read a table do not
+
     try:
-        with pq.ParquetFile(path) as file:
+        with cast(Any, parquet).ParquetFile(path) as file:
             _check(file, path)
             table = file.read()
         table.validate(full=True)

@@ -1,5 +1,6 @@
 """Where the frames of a log lie, for readers in a hurry: lengths are followed, checksums are `asyncrl check`'s job."""
 
+import io
 import mmap
 import os
 import struct
@@ -18,78 +19,83 @@ from asyncrl.errors import CorruptSegmentError
 Positions = npt.NDArray[np.int64]
 """Byte offsets into one file, one for each frame."""
 LENGTH = struct.Struct("<I")
-FIRST_PAYLOAD, MARK_BYTES = HEADER_SIZE + FRAME.size, 8
-"""Trajectories begin with the same bytes: Arrow's marker and the length of its metadata."""
+FIRST_PAYLOAD, MARK_BYTES = HEADER_SIZE + FRAME.size, 16
 STRIDE, WINDOW = 1 << 17, 1 << 13
 """Between two places where a walk may begin, and how far its beginning is looked for there."""
 
 
-class Framed(NamedTuple):
-    """The whole frames of one file, as far as they were written when it was read."""
+class File(NamedTuple):
+    """What one file of a log held when it was opened, whatever its run writes, seals or prunes later."""
 
     path: Path
     data: bytes | mmap.mmap
     first: int
     """Sequence number of the first frame."""
-    starts: Positions
-    """Of the payloads."""
-    ends: Positions
-
-    def payloads(self) -> Iterator[bytes]:
-        for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
-            yield self.data[start:end]
 
     def damaged(self, fault: object) -> CorruptSegmentError:
         return CorruptSegmentError(f"{self.path} is damaged ({fault}): see `asyncrl check`")
 
 
-def framed_files(directory: Path, stem: str, schema: bytes) -> Iterator[Framed]:
-    """The files of a log, oldest first. Its run may write, seal and prune them meanwhile; nothing is locked."""
-    for path in segment_paths(directory, stem):
-        if (found := _present(path, schema)) is not None:
-            yield found
+class Framed(NamedTuple):
+    """The whole frames of one file."""
+
+    file: File
+    starts: Positions
+    """Of the payloads."""
+    ends: Positions
+
+
+def open_files(directory: Path, stem: str, schema: bytes) -> Iterator[File]:
+    """The files of a log, oldest first. Nothing is locked."""
+    return (file for path in segment_paths(directory, stem) if (file := _present(path, schema)) is not None)
 
 
 def newest_file(directory: Path, stem: str, schema: bytes) -> Framed | None:
     """The last file of a log that holds a frame."""
-    found = (_present(path, schema) for path in reversed(segment_paths(directory, stem)))
-    return next((framed for framed in found if framed is not None), None)
+    files = (_present(path, schema) for path in reversed(segment_paths(directory, stem)))
+    found = (find_frames(file) for file in files if file is not None)
+    return next((framed for framed in found if len(framed.starts)), None)
 
 
-def _present(path: Path, schema: bytes) -> Framed | None:
-    """None if there is no whole frame yet, or no file any more."""
+def _present(path: Path, schema: bytes) -> File | None:
+    """None if it is being made, or is no more."""
     try:
-        found = _read(path, schema)
+        return _open(path, schema)
     except FileNotFoundError:  # sealed, and thereby renamed, or pruned
         sealed = path.with_suffix(SEALED)
-        found = _read(sealed, schema) if sealed.exists() else None
-    return found if found is not None and len(found.starts) else None
+        return _open(sealed, schema) if sealed.exists() else None
 
 
-def _read(path: Path, schema: bytes) -> Framed | None:
+def _open(path: Path, schema: bytes) -> File | None:
     with path.open("rb") as file:
         # An open file is not mapped: a run that is resumed cuts its torn end off.
         mapped = path.suffix == SEALED and os.fstat(file.fileno()).st_size > 0
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if mapped else file.read()
-        header = unpack_header(data[:HEADER_SIZE])
-        if header is None and path.suffix == OPEN:
-            return None  # it is being made
-        if header is None or header.schema != schema:
-            raise CorruptSegmentError(f"{path} is no file of this version of asyncrl, or damaged: see `asyncrl check`")
-        bounds = _bounds(data)
-        if path.suffix == OPEN and len(bounds) > 1 and isinstance(read_frame(file, int(bounds[-2]), len(data)), str):
-            bounds = bounds[:-1]
-    return Framed(path, data, header.first, bounds[:-1] + FRAME.size, bounds[1:])
+    header = unpack_header(data[:HEADER_SIZE])
+    if header is None and path.suffix == OPEN:
+        return None
+    if header is None or header.schema != schema:
+        raise CorruptSegmentError(f"{path} is no file of this version of asyncrl, or damaged: see `asyncrl check`")
+    return File(path, data, header.first)
 
 
-def _bounds(data: bytes | mmap.mmap) -> Positions:
+def find_frames(file: File, mark: bytes = b"") -> Framed:
+    """`mark` is how most payloads begin; unless it is given, as the first one does."""
+    path, data, _ = file
+    bounds = _bounds(data, mark or data[FIRST_PAYLOAD : FIRST_PAYLOAD + MARK_BYTES])
+    if path.suffix == OPEN and len(bounds) > 1:
+        last = read_frame(io.BytesIO(data), int(bounds[-2]), len(data))
+        bounds = bounds[:-1] if isinstance(last, str) else bounds
+    return Framed(file, bounds[:-1] + FRAME.size, bounds[1:])
+
+
+def _bounds(data: bytes | mmap.mmap, mark: bytes) -> Positions:
     """Where frames begin, and where the last one ends.
 
     A frame says how long it is, and so where the next one begins. To follow a million of them one by one takes half a
     second; a long file is walked from many places at once, from where payloads seem to begin. If each walk arrives
     exactly where another one set out, all of them set out from frames.
     """
-    mark = data[FIRST_PAYLOAD : FIRST_PAYLOAD + MARK_BYTES]
     anchors = [HEADER_SIZE]
     for place in range(FIRST_PAYLOAD + STRIDE, len(data), STRIDE):
         if (found := data[place : place + WINDOW].find(mark)) >= 0:
@@ -100,17 +106,18 @@ def _bounds(data: bytes | mmap.mmap) -> Positions:
 
 def _leap(data: bytes | mmap.mmap, anchors: Positions) -> Positions | None:
     """The frames before the last anchor; None when an anchor is no frame."""
-    lengths = np.frombuffer(data, "<u4", len(data) // 4)
+    lengths = np.ndarray((len(data) - LENGTH.size + 1,), "<u4", data, strides=(1,))  # those that begin at each byte
     places, goals = anchors[:-1], anchors[1:]
     found = [places]
     while len(places):
-        places = places + FRAME.size + lengths[places // 4]
-        if np.any((places > goals) | (places % 4 != 0)):
-            return None
+        places = places + lengths[places] + FRAME.size
         short = places < goals
-        places, goals = places[short], goals[short]
+        if not short.all():
+            if (places > goals).any():
+                return None
+            places, goals = places[short], goals[short]
         found.append(places)
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(found), kind="stable")  # which is fast where long parts are in order already
 
 
 def _walk(data: bytes | mmap.mmap, place: int) -> Positions:
@@ -136,7 +143,7 @@ class Tail:
         self._path: Path | None = None
         self._place = 0
         if (newest := newest_file(directory, stem, schema)) is not None:
-            self._path = newest.path
+            self._path = newest.file.path
             self._place = int(newest.starts[-keep:][0]) - FRAME.size
 
     def read(self) -> Iterator[bytes]:

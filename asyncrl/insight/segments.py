@@ -8,28 +8,29 @@ begins. The last one must end where the frame ends, or the file is refused.
 Texts and lists stay in the mapped file and are views into it: nobody touches tokens but the query that names them.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow
 
-from asyncrl.buffer import payloads
-from asyncrl.data.arrow import COLUMNS, TEXT
+from asyncrl.data.arrow import COLUMNS, FLOAT64, INT32, TEXT
 from asyncrl.data.ipc import START
-from asyncrl.insight.logs import Framed, Positions, framed_files
+from asyncrl.errors import CorruptSegmentError
+from asyncrl.insight.logs import File, Positions, find_frames
 
 pa = cast(Any, pyarrow)  # its type stubs are incomplete
 
-THREADS = 2
-ROWS = 16384
-"""Looked at together: what is found of them stays in the processor's cache."""
-SHIFTS = {"<i4": 2, "<i8": 3, "<f8": 3}
-"""From a byte to the number that begins there, by form: Arrow aligns them."""
-FORMS = {pa.int64(): "<i8", pa.int32(): "<i4", pa.float64(): "<f8"}
+MOST_BYTES = (1 << 31) - 1
+"""Of a file that Arrow's views can reach into."""
+ROWS = 1 << 16
+"""Looked at together."""
+WORD = 3
+"""A shift: Arrow aligns everything to eight bytes, so places are counted in words of so many."""
+NOT_BOUNDS = 0xFFFFFFFF - (1 << 63)
+"""Bits that are 0 where a text or list begins at 0 and does not end before."""
+NOT_ASCII, SHORT = 0x80808080_80808080 - (1 << 64), 16
+"""Bits that are 0 in eight letters of ASCII, and words of a text that are looked at for them."""
 INLINE = 12
 """Bytes of a text that Arrow's views hold themselves."""
 KEPT = np.where(np.arange(INLINE) < np.arange(INLINE + 1)[:, None], 255, 0).astype("u1")
@@ -58,15 +59,17 @@ SCHEMA: Any = pa.schema(
 the oldest version that was sampled."""
 
 
-def read_trajectories(directory: Path) -> Iterator[Any]:
-    """A table for each file of the log, a row for each frame. Texts are yet to be validated."""
-    with ThreadPoolExecutor(THREADS) as threads:  # numpy gathers without holding the interpreter up
-        framed = framed_files(directory, payloads.STEM, payloads.SCHEMA_HASH)
-        yield from threads.map(_table, framed)
-
-
-def _table(framed: Framed) -> Any:
-    return _Reader(framed).table()
+def read_trajectories(file: File) -> Any:
+    """A table with a row for each frame."""
+    if len(file.data) > MOST_BYTES:
+        raise CorruptSegmentError(f"{file.path} is longer than 2 GiB: lower buffer.segment_bytes")
+    _, starts, ends = find_frames(file)
+    reader = _Reader(file)
+    try:
+        batches = [reader.batch(i, starts[i : i + ROWS], ends[i : i + ROWS]) for i in range(0, len(starts), ROWS)]
+    except (IndexError, pa.ArrowInvalid) as error:
+        raise file.damaged(error) from None
+    return pa.Table.from_batches(batches, SCHEMA)
 
 
 def as_array(values: npt.NDArray[Any]) -> Any:
@@ -75,76 +78,85 @@ def as_array(values: npt.NDArray[Any]) -> Any:
 
 
 class _Reader:
-    def __init__(self, framed: Framed) -> None:
-        self._framed = framed
-        self._views = {form: np.frombuffer(framed.data, form, len(framed.data) >> s) for form, s in SHIFTS.items()}
+    """`place`: the word at which a column of each row begins. What reads a column says where the next one does."""
 
-    def table(self) -> Any:
-        starts, ends = self._framed.starts, self._framed.ends
-        try:
-            parts = [self._rows(starts[i : i + ROWS], ends[i : i + ROWS]) for i in range(0, len(starts), ROWS)]
-            found = (np.concatenate(column) for column in zip(*parts, strict=True))
-            columns = [self._column(kind, values) for kind, values in zip(SCHEMA.types[1:], found, strict=True)]
-        except IndexError as error:
-            raise self._framed.damaged(error) from None
-        sequence = np.arange(self._framed.first, self._framed.first + len(starts))
-        return pa.Table.from_arrays([as_array(sequence), *columns], schema=SCHEMA)
+    def __init__(self, file: File) -> None:
+        self._first = file.first
+        self._words = np.frombuffer(file.data, "<i8", len(file.data) >> WORD)
+        self._whole = pa.py_buffer(file.data)
 
-    def _rows(self, starts: Positions, ends: Positions) -> list[npt.NDArray[Any]]:
-        """The numbers of each column, or the views of its texts or lists."""
-        place = starts + START + self._at("<i4", starts + 4)
-        found: list[npt.NDArray[Any]] = []
+    def batch(self, first: int, starts: Positions, ends: Positions) -> Any:
+        columns = [as_array(np.arange(self._first + first, self._first + first + len(starts)))]
+        metadata = self._words.take(starts >> WORD) >> 32
+        if np.any(metadata < 0):
+            raise IndexError("a row begins before its frame")
+        place = starts + START + metadata >> WORD
         for kind in COLUMNS.values():
-            if kind in FORMS:
-                found.append(self._at(FORMS[kind], place))
-                place = place + 8
-                continue
-            lengths = self._lengths(place)
-            place = place + 8
-            if kind == TEXT:
-                found.append(self._texts(place, lengths))
-                place = place + (lengths + 7 & ~7)
-            else:
-                found.append(np.stack([place >> 2, lengths], axis=1).astype(np.int32))
-                place = place + (4 * lengths + 7 & ~7)
-        return [*found, self._parts(place, ends), found[-1]]
+            column, place = self._column(kind, place)
+            columns.append(column)
+        versions = columns[-1]
+        unsigned = pa.ListViewArray.from_arrays(versions.offsets, versions.sizes, versions.values.view(pa.uint32()))
+        columns += [self._parts(place, ends), unsigned]
+        return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
-    def _parts(self, place: Positions, ends: Positions) -> Positions:
+    def _column(self, kind: Any, place: Positions) -> tuple[Any, Positions]:
+        if kind == TEXT:
+            views, place = self._texts(place)
+            return self._as_text(views), place
+        if pa.types.is_list(kind):
+            return self._lists(kind.value_type, place)
+        numbers = self._words.take(place)
+        found = numbers.astype("<i4") if kind == INT32 else numbers.view("<f8") if kind == FLOAT64 else numbers
+        return as_array(found), place + 1
+
+    def _parts(self, place: Positions, ends: Positions) -> Any:
         """One text more in the rows that do not end here; the others have an empty one."""
-        found = np.zeros((len(place), 2), np.int64)
-        (longer,) = np.nonzero(place < ends)
+        views = np.zeros((len(place), 2), np.int64)
+        (longer,) = np.nonzero(place << WORD < ends)
         if len(longer):
-            lengths = self._lengths(place[longer])
-            found[longer] = self._texts(place[longer] + 8, lengths)
-            place[longer] += 8 + (lengths + 7 & ~7)
-        if np.any(place != ends):
+            views[longer], place[longer] = self._texts(place[longer])
+        if np.any(place << WORD != ends):
             raise IndexError("a row does not end with its frame")
-        return found
+        return self._as_text(views)
+
+    def _texts(self, place: Positions) -> tuple[Positions, Positions]:
+        """Arrow's views of two words: the length and four bytes; then eight more, or a zero and a long text's place."""
+        lengths, place = self._lengths(place), place + 1
+        first = self._words.take(place)
+        second = self._words.take(place + 1, mode="clip")  # the last text of a file may be of one word
+        kept = np.minimum(lengths, INLINE)
+        head = first << 32 & HEAD_MASKS.take(kept)
+        tail = (first >> 32 & 0xFFFFFFFF | second << 32) & TAIL_MASKS.take(kept)
+        views = np.empty((len(place), 2), np.int64)
+        views[:, 0] = head | lengths
+        views[:, 1] = np.where(lengths > INLINE, place << 32 + WORD, tail)
+        words = lengths + 7 >> WORD
+        if not (_are_ascii(head) and _are_ascii(tail) and self._continue_in_ascii(place, words)):
+            self._as_text(views).validate(full=True)
+        return views, place + words
+
+    def _continue_in_ascii(self, place: Positions, words: Positions) -> bool:
+        """Most texts do. Arrow takes several times as long to see that they are texts at all."""
+        longest = int(words.max())
+        found = (self._words.take(place[words > word] + word) for word in range(1, longest))
+        return longest <= SHORT and all(map(_are_ascii, found))
+
+    def _lists(self, kind: Any, place: Positions) -> tuple[Any, Positions]:
+        """Of items of four bytes, which stay where they are."""
+        lengths, place = self._lengths(place), place + 1
+        items = pa.Array.from_buffers(kind, len(self._whole) >> 2, [None, self._whole])
+        starts, sizes = (as_array(values.astype("<i4")) for values in (place << 1, lengths))
+        return pa.ListViewArray.from_arrays(starts, sizes, items), place + (lengths + 1 >> 1)
 
     def _lengths(self, place: Positions) -> Positions:
-        bounds = self._at("<i8", place)  # two numbers of four bytes: where it begins and ends
-        lengths = bounds >> 32
-        if np.any(bounds & 0xFFFFFFFF) or np.any(lengths < 0):
+        bounds = self._words.take(place)  # two numbers of four bytes: where it begins and ends
+        if np.bitwise_or.reduce(bounds) & NOT_BOUNDS:
             raise IndexError("a row does not begin its buffer")
-        return lengths
+        return bounds >> 32
 
-    def _at(self, form: str, places: Positions) -> npt.NDArray[Any]:
-        return self._views[form][places >> SHIFTS[form]]
+    def _as_text(self, views: Positions) -> Any:
+        return pa.Array.from_buffers(pa.string_view(), len(views), [None, pa.py_buffer(views), self._whole])
 
-    def _texts(self, starts: Positions, lengths: Positions) -> Positions:
-        """Arrow's views of two words: the length and four bytes; then eight more, or a zero and a long text's place."""
-        kept = np.minimum(lengths, INLINE)
-        first, last = self._at("<i8", starts), self._at("<i4", starts + 8).astype(np.int64)
-        head = (first << 32) & HEAD_MASKS[kept] | lengths
-        tail = (first >> 32 & 0xFFFFFFFF | last << 32) & TAIL_MASKS[kept]
-        return np.stack([head, np.where(lengths > INLINE, starts << 32, tail)], axis=1)
 
-    def _column(self, kind: Any, values: npt.NDArray[Any]) -> Any:
-        whole = pa.py_buffer(self._framed.data)
-        if kind in FORMS:
-            return as_array(values)
-        if kind == pa.string_view():
-            return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values), whole])
-        items = pa.Array.from_buffers(kind.value_type, len(whole) >> 2, [None, whole])
-        starts, lengths = (as_array(np.ascontiguousarray(values[:, i])) for i in (0, 1))
-        return pa.ListViewArray.from_arrays(starts, lengths, items)
+def _are_ascii(letters: Positions) -> bool:
+    return not np.bitwise_or.reduce(letters) & NOT_ASCII

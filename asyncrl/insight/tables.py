@@ -6,21 +6,24 @@ name them. A connection sees the run as it was when it was opened; open another 
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import duckdb
-import msgspec
 import numpy as np
 import pyarrow
 
+from asyncrl.buffer import journal, payloads
 from asyncrl.data.tables import read_table
-from asyncrl.errors import CorruptSegmentError
 from asyncrl.insight.fates import Fates, read_fates
+from asyncrl.insight.logs import open_files
 from asyncrl.insight.segments import SCHEMA, as_array, read_trajectories
 from asyncrl.rundir import RunDirectory
 
+if TYPE_CHECKING:
+    import duckdb
+
 pa = cast(Any, pyarrow)  # its type stubs are incomplete
 
+THREADS = 2
 METRICS = {
     "step": pa.int64(),
     "version": pa.int64(),
@@ -61,24 +64,21 @@ SAFE: dict[str, str | bool | int | float | list[str]] = {
     "autoload_known_extensions": False,
     "python_enable_replacements": False,
 }
-DROPS = """
-CREATE TABLE raw_drops AS
-    SELECT unnest(json_transform(?, '[{"group": "BIGINT", "reason": "VARCHAR", "sample": "INT"}]'), recursive := true)
-"""
-EVENTS = """
-CREATE TABLE raw_events AS
+REASONS = "CREATE TABLE raw_reasons AS SELECT unnest(?::VARCHAR[]) AS reason, unnest(range(?)) AS number"
+LINES = "CREATE TABLE raw_lines AS SELECT ? AS lines"
+VIEWS = """
+CREATE VIEW raw_events AS
     SELECT unnest(json_transform(line, '{"time": "DOUBLE", "seconds": "DOUBLE", "kind": "VARCHAR", "step": "BIGINT",
         "version": "BIGINT", "engine": "VARCHAR", "reason": "VARCHAR", "text": "VARCHAR", "fault": "VARCHAR"}')),
         line::JSON AS fields
-    FROM (SELECT unnest(string_split(?, chr(10))) AS line) WHERE json_valid(line)
-"""
-VIEWS = """
+    FROM (SELECT unnest(string_split(lines, chr(10))) AS line FROM raw_lines) WHERE json_valid(line);
 CREATE VIEW groups AS
     SELECT group_id, size, version,
-        CASE WHEN reason IS NOT NULL THEN 'dropped' WHEN step < 0 THEN 'buffered' WHEN step <= committed THEN 'trained'
+        CASE WHEN dropped >= 0 THEN 'dropped' WHEN step < 0 THEN 'buffered' WHEN step <= committed THEN 'trained'
             ELSE 'training' END AS fate,
-        nullif(step, -1) AS step, nullif(take, -1) AS take, reason AS drop_reason, nullif(sample, -1) AS drop_sample
-    FROM raw_groups LEFT JOIN raw_drops ON group_id = raw_drops.group;
+        nullif(step, -1) AS step, nullif(take, -1) AS take, reason AS drop_reason,
+        nullif(failed, -1)::INTEGER AS drop_sample
+    FROM raw_groups LEFT JOIN raw_reasons ON number = dropped;
 CREATE VIEW trajectories AS
     SELECT t.sequence, group_id, t.sample, t.prompt, t.engine, t.precision, t.finish, t.reward,
         try_cast(try_cast(nullif(t.parts, '') AS JSON) AS MAP(VARCHAR, DOUBLE)) AS parts, t.started, t.finished,
@@ -111,21 +111,24 @@ CREATE VIEW evaluations AS
 """
 
 
-def open_run(directory: Path) -> duckdb.DuckDBPyConnection:
+def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
     """The views `trajectories`, `groups`, `metrics`, `events`, `evaluations` and the macro `tokens(group_id, sample)`.
 
     SQL on the connection reaches these and nothing else: no other file, no network, no extension.
     """
     run = RunDirectory.open(directory)
-    trajectories, fates = read_buffer(run.trajectories)
-    connection = duckdb.connect(":memory:", config=SAFE)
+    with ThreadPoolExecutor(1) as thread:
+        buffer = thread.submit(read_buffer, run.trajectories)
+        import duckdb  # beside it: this takes a tenth of a second
+
+        connection = duckdb.connect(":memory:", config=SAFE)
+        connection.register("raw_metrics", _metrics(run))
+        events = run.events.read_bytes() if run.events.exists() else b""
+        connection.execute(LINES, [events.decode(errors="replace")])
+        trajectories, fates = buffer.result()
     connection.register("raw_trajectories", trajectories)
     connection.register("raw_groups", _groups(fates))
-    connection.register("raw_metrics", _metrics(run))
-    drops = msgspec.json.encode([{"group": d.group, "reason": d.reason, "sample": d.sample} for d in fates.dropped])
-    connection.execute(DROPS, [drops.decode()])
-    events = run.events.read_bytes() if run.events.exists() else b""
-    connection.execute(EVENTS, [events.decode(errors="replace")])
+    connection.execute(REASONS, [fates.reasons, len(fates.reasons)])
     connection.execute(VIEWS)
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
@@ -133,17 +136,13 @@ def open_run(directory: Path) -> duckdb.DuckDBPyConnection:
 
 
 def read_buffer(directory: Path) -> tuple[Any, Fates]:
-    """The answers first, so that the journal, read after them, has the group of each."""
-    tables = list(read_trajectories(directory))
-    stored = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
-    with ThreadPoolExecutor(1) as thread:  # Arrow does not hold the interpreter up
-        validation = thread.submit(stored.validate, full=True)
-        fates = read_fates(directory)
-    try:
-        validation.result()
-    except pa.ArrowInvalid as error:
-        raise CorruptSegmentError(f"{directory} is damaged ({error}): see `asyncrl check`") from None
-    return stored, fates
+    """The answers are opened first, so that the journal, opened after them, has the group of each."""
+    answers = list(open_files(directory, payloads.STEM, payloads.SCHEMA_HASH))
+    decisions = list(open_files(directory, journal.STEM, journal.SCHEMA_HASH))
+    with ThreadPoolExecutor(THREADS) as threads:  # numpy and Arrow do not hold the interpreter up
+        fates = threads.submit(read_fates, decisions)
+        tables = list(threads.map(read_trajectories, answers))
+        return pa.concat_tables([SCHEMA.empty_table(), *tables]), fates.result()
 
 
 def _groups(fates: Fates) -> Any:
@@ -155,6 +154,8 @@ def _groups(fates: Fates) -> Any:
         "step": fates.steps,
         "take": fates.takes,
         "committed": np.full(len(ids), fates.committed),
+        "dropped": fates.drops,
+        "failed": fates.failed,
     }
     return pa.Table.from_arrays([as_array(values) for values in columns.values()], list(columns))
 

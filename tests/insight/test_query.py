@@ -11,6 +11,7 @@ from asyncrl.insight.queries import READY
 from asyncrl.insight.tables import TABLES
 from pipelines.cli import main
 from pipelines.query import query
+from pipelines.text_table import draw
 from tests.insight.runs import answer, empty_run, small_run, write_log
 
 SQL = "SELECT group_id, reward, finish FROM trajectories WHERE step = 0 ORDER BY group_id, sample"
@@ -81,3 +82,28 @@ def test_wrong_sql_is_answered_in_a_sentence(
 def test_a_name_that_is_nearly_right(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["query", str(run), "longest_answer"]) == 2
     assert "did you mean longest_answers?" in capsys.readouterr().err
+
+
+def test_a_table_is_as_wide_as_its_cells(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    query(run, "SELECT step, reward AS belohnung FROM metrics")
+    assert capsys.readouterr().out.splitlines() == [
+        "┏━━━━━━┳━━━━━━━━━━━┓",
+        "┃ step ┃ belohnung ┃",
+        "┡━━━━━━╇━━━━━━━━━━━┩",
+        "│ 0    │ 0.5       │",
+        "└──────┴───────────┘",
+    ]
+
+
+def test_what_does_not_fit_is_folded() -> None:
+    lines = list(draw(["n", "prompt"], [["1", "a long name of it"], ["2", "漢字é"]], 20))
+    assert lines[3:6] == ["│ 1 │ a long name  │", "│   │ of it        │", "│ 2 │ 漢字é        │"]
+    assert list(draw(["a"], [], 3)) == ["┏━━━┓", "┃ a ┃", "┡━━━┩", "└───┘"]
+
+
+def test_a_table_says_when_it_does_not_show_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for sql, more in (("SELECT * FROM range(1000)", False), ("SELECT * FROM range(1001)", True)):
+        query(run, sql)
+        said = capsys.readouterr().out
+        assert said.count("│") == 2 * 1000
+        assert ("--format csv or json has all" in said) == more

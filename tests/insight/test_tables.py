@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -247,10 +248,11 @@ def test_an_unfinished_write_is_left_out_wherever_it_ends(tmp_path: Path) -> Non
 
 
 def test_what_looks_like_a_beginning_does_not_lead_astray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions of -1 before the very version that is the length of Arrow's metadata."""
-    length = int.from_bytes(encode(answer(0, 0, 1.0, [0]))[4:8], "little")
-    parts = [part for _ in range(40) for part in (Segment.given([1]), Segment.sampled([2], [-1.0], length))]
-    made = [answer(group, 0, 1.0, [0], segments=tuple(parts)) for group in range(30)]
+    """Versions that are, as bytes, how each payload begins: -1, the length of Arrow's metadata and so on."""
+    given, *versions = struct.unpack("<4i", encode(answer(0, 0, 1.0, [0]))[: logs.MARK_BYTES])
+    assert given == -1
+    looks = (Segment.given([1]), *(Segment.sampled([2], [-1.0], version) for version in versions))
+    made = [answer(group, 0, 1.0, [0], segments=40 * looks) for group in range(30)]
     write_log(tmp_path, made)
     for stride in (256, 1000, 3000, 1 << 17):
         monkeypatch.setattr(logs, "STRIDE", stride)
@@ -275,3 +277,14 @@ def test_a_damaged_file_is_refused_or_read_within_its_bounds(
         assert "asyncrl check" in str(error)  # noqa: PT017
     else:
         assert all(sum(len(row[name]) for name in ("tokens", "logprobs", "versions")) < len(data) for row in rows)
+
+
+@pytest.mark.parametrize("prompt", ["short", "of thirty letters and no more !", "long" * 100])
+def test_what_is_no_text_is_refused(tmp_path: Path, prompt: str) -> None:
+    write_log(tmp_path, [answer(0, 0, 1.0, [0], prompt=prompt), answer(1, 0, 1.0, [0], prompt="\u00fc" * 100)])
+    (path,) = tmp_path.glob("*.seg")
+    whole = path.read_bytes()
+    assert [row["prompt"] for row in stored(tmp_path)] == [prompt, "\u00fc" * 100]
+    path.write_bytes(whole.replace(prompt.encode(), prompt[:-1].encode() + b"\xff"))
+    with pytest.raises(CorruptSegmentError, match="asyncrl check"):
+        stored(tmp_path)
