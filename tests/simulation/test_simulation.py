@@ -22,6 +22,7 @@ from asyncrl.simulation.profile import (
     Profile,
     Recorded,
     RewardCost,
+    Sharing,
     Speculation,
     SyncCost,
     Table,
@@ -195,11 +196,15 @@ PROFILES = st.builds(
         speculation=st.builds(
             Speculation, accepted=st.floats(1, 4), cost=st.floats(1, 3), up_to_batch=st.integers(0, 8)
         ),
+        begin_seconds=SECONDS,
         join_seconds=SECONDS,
     ),
-    trainer=st.builds(TrainerCost, per_token=st.floats(0, 0.01), per_take=SECONDS, per_step=SECONDS),
+    trainer=st.builds(
+        TrainerCost, per_token=st.floats(0, 0.01), per_take=SECONDS, per_step=SECONDS, per_ask=st.floats(0, 0.5)
+    ),
     sync=SECONDS.flatmap(lambda s: st.builds(SyncCost, seconds=st.just(s), pause=st.floats(0, s))),
-    reward=st.builds(RewardCost, gather=SECONDS, seconds=st.floats(0, 0.1), latency=SECONDS),
+    reward=st.builds(RewardCost, gather=st.none() | SECONDS, seconds=st.floats(0, 0.1), latency=SECONDS),
+    sharing=st.builds(Sharing, trainer=st.floats(0, 2), engine=st.floats(0, 2)),
     informative=st.floats(0.3, 1.0),
     kl_per_version=st.floats(0.0, 0.1),
 )
