@@ -48,13 +48,18 @@ class Pair(NamedTuple):
     predicted: tuple[tuple[str, ...], ...]
 
 
+# Measured are the synchronous runs: in them both sides are alone at times, and batches have all sizes.
 PAIRS = {
     "fake": Pair(
         FAKE,
-        ("max_staleness=2",),
-        (("max_staleness=0",), ("max_staleness=1", "rollout.replicas=2", "engine.max_batch=32"), ("engine.sigma=1.3",)),
+        ("max_staleness=0",),
+        (
+            ("max_staleness=2",),
+            ("max_staleness=2", "engine.sigma=1.3"),
+            ("max_staleness=1", "rollout.replicas=2", "engine.max_batch=32"),
+        ),
     ),
-    "native": Pair((), ("max_staleness=2",), (("max_staleness=0",), ("flow.groups_per_step=16",))),
+    "native": Pair((), ("max_staleness=0",), (("max_staleness=2",), ("max_staleness=2", "flow.groups_per_step=16"))),
 }
 
 

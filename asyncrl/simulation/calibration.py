@@ -8,6 +8,7 @@ less company.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from math import inf
 from statistics import fmean, median
 from typing import Any
 
@@ -52,6 +53,8 @@ MOST_GROUPS = 512
 """Of the recorded ones, evenly over the run, that a profile keeps."""
 FEWEST_WAITS = 10
 """From which on they tell something: the first ones are for the judge's process to start."""
+LONG_AGO = 0.2
+"""Seconds. What left an engine so long ago lies in the buffer, however slow the way."""
 COLD_STEPS, FEWEST_STEPS = 2, 10
 """So many first steps do not count in runs that have at least so many: kernels are compiled, memory is got."""
 
@@ -72,7 +75,7 @@ def calibrate(directory: RunDirectory, run: Run) -> Profile:
     every = -(-len(groups) // MOST_GROUPS)
     publications = read_publications(events)
     step, trainer, sharing = paces(samples, _warm(takes), groups, run.engine.max_batch)
-    engines = max(run.rollout.replicas, run.elastic.max)
+    left = sent(samples, gather_seconds(max(run.rollout.replicas, run.elastic.max)))
     return Profile(
         lengths=Recorded(groups=tuple(tuple(s.tokens for s in group) for group in [*groups.values()][::every])),
         prompt_tokens=round(fmean(sample.prompt for sample in samples)),
@@ -85,10 +88,10 @@ def calibrate(directory: RunDirectory, run: Run) -> Profile:
         trainer=msgspec.structs.replace(
             trainer,
             per_step=_per_step(takes, publications, events),
-            per_ask=float(np.quantile([take.given - take.asked for take in takes], 0.1)),
+            per_ask=_per_ask(takes, left),
         ),
         sync=SyncCost(seconds=fmean(each.seconds for each in publications.values()) if publications else 0.0),
-        reward=RewardCost(latency=_latency(takes, sent(samples, gather_seconds(engines)))),
+        reward=RewardCost(latency=_latency(takes, left)),
         sharing=sharing,
         informative=fmean(informative(group) for group in groups.values()),
         kl_per_version=_kl_per_version(rows),
@@ -148,14 +151,26 @@ def _per_step(takes: Sequence[Take], publications: Mapping[int, Publication], ev
     return fmean(found) if found else 0.0
 
 
+def _per_ask(takes: Sequence[Take], left: Mapping[int, float]) -> float:
+    """Of takes whose answers had left their engines long before."""
+    there = [
+        take.given - take.asked
+        for take in takes
+        if max((left[g] for g in take.groups if g in left), default=inf) < take.asked - LONG_AGO
+    ]
+    return median(there) if there else 0.0
+
+
 def _latency(takes: Sequence[Take], left: Mapping[int, float]) -> float:
-    """From an engine to the trainer, where the trainer waited for it."""
+    """From an engine to the trainer, where the trainer waited for it. The mean, for which answers left together is not
+    known exactly; without the longest and the shortest, where it was something else that the trainer waited for."""
     lags = [
         take.given - last
         for take in takes
         if (last := max((left[g] for g in take.groups if g in left), default=0.0)) > take.asked
     ]
-    return max(0.0, median(lags)) if len(lags) >= FEWEST_WAITS else 0.0
+    cut = len(lags) // 10
+    return max(0.0, fmean(sorted(lags)[cut : len(lags) - cut])) if len(lags) >= FEWEST_WAITS else 0.0
 
 
 def _kl_per_version(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -112,14 +112,15 @@ def _course(samples: Sequence[Sample], max_batch: int, trained: Floats, since: f
     finished = np.array([sample.finished for sample in samples])
     times = np.unique(np.concatenate([entered, finished, trained.ravel()]))
     rows = level(times, entered, finished)
-    counts = entered >= since
+    tokens = np.array([float(sample.tokens) for sample in samples])
+    counts = (entered >= since) & (tokens > 0)
     return _Course(
         seconds=np.diff(times),
         rows=np.clip(rows, 1, max_batch),
         trains=np.minimum(1.0, level(times, *trained.T)),
         begin=np.searchsorted(times, entered[counts]),
         end=np.searchsorted(times, finished[counts]),
-        tokens=np.array([float(sample.tokens) for sample in samples])[counts],
+        tokens=tokens[counts],
     )
 
 

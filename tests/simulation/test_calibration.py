@@ -80,6 +80,8 @@ def test_a_run_is_measured(recorded: Path) -> None:
     assert isinstance(profile.engine.step, Affine)
     assert profile.engine.step.at(1) >= 0.005  # no step is faster than the engine's pace
     assert profile.trainer.per_take + profile.trainer.per_token > 0
+    assert profile.trainer.per_ask > 0
+    assert 0 < profile.engine.begin_seconds < 5
     assert profile.sync.seconds > 0
     assert 0 < profile.informative < 1
     found = simulate(settings, profile)

@@ -111,6 +111,8 @@ def test_rates_leave_the_first_steps_out(tmp_path: Path) -> None:
     found = steady(tmp_path)
     assert (found.samples_per_second, found.tokens_per_second) == (20 / 4, 300 / 4)
     assert (found.trainer_wait, found.step_seconds, found.train_seconds) == (0.25, 2.0, 0.5)
+    found = steady(tmp_path, ends=1)  # nor the last
+    assert (found.samples_per_second, found.trainer_wait, found.step_seconds) == (10 / 2, 0.5, 2.0)
 
 
 def test_both_sides_train_on_as_many_samples_of_the_same_limits() -> None:
