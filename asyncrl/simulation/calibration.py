@@ -49,7 +49,7 @@ from asyncrl.simulation.recordings import (
     sent,
 )
 
-MOST_GROUPS = 512
+MOST_GROUPS = 2048
 """Of the recorded ones, evenly over the run, that a profile keeps."""
 FEWEST_WAITS = 10
 """From which on they tell something: the first ones are for the judge's process to start."""

@@ -31,7 +31,7 @@ class Fixed(Settings, frozen=True, tag_field="type", tag="fixed"):
 
 
 class Recorded(Settings, frozen=True, tag_field="type", tag="recorded"):
-    """Groups as they were in a run: drawn whole, so that hard prompts stay hard for all their answers."""
+    """Groups as they were in a run, one after the other: hard prompts stay hard for all their answers."""
 
     groups: Annotated[tuple[Annotated[tuple[Positive, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
     """Lengths of the answers of each recorded group."""

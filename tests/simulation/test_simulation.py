@@ -12,6 +12,7 @@ from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.errors import ConfigError
 from asyncrl.flow.elastic_settings import Elastic
 from asyncrl.flow.settings import EssBand
+from asyncrl.simulation.lengths import Answers
 from asyncrl.simulation.loop import Simulation, simulate
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.profile import (
@@ -119,6 +120,14 @@ def test_prompts_are_computed_once_for_a_group_and_again_when_kept_values_are_no
 def test_reward_workers_are_a_queue() -> None:
     slow = costs(reward=RewardCost(gather=0.1, seconds=1.0, latency=0.2))
     assert isclose(simulate(one_run(steps=1), slow).rates.step_seconds, 1.4 + 0.1 + 4 * 1.0 + 0.2)
+
+
+def test_recorded_groups_come_in_their_order_again_and_again() -> None:
+    recorded = Profile(lengths=Recorded(groups=tuple((n, n + 1) for n in range(1, 8))))
+    answers = Answers(recorded, seed=3, group_size=2, max_tokens=6)
+    assert [answers.of(group)[0] for group in (0, 4, 6, 7, 2000)] == [[1, 2], [5, 6], [6, 6], [1, 2], [6, 6]]
+    larger = Answers(recorded, seed=3, group_size=5, max_tokens=99)
+    assert set(larger.of(8)[0]) <= {2, 3}
 
 
 def test_groups_past_their_deadline_are_dropped_and_replaced() -> None:
