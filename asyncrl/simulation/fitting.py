@@ -113,7 +113,7 @@ def _divided(columns: Floats, seconds: Floats, expected: Floats) -> tuple[Floats
 
 def _least(columns: Floats, wanted: Floats) -> tuple[Floats, Floats, float]:
     """Coefficients, their standard errors, and the squares that are left."""
-    costs, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
+    costs = np.asarray(np.linalg.lstsq(columns, wanted, rcond=None)[0], np.float64)
     left = float(((columns @ costs - wanted) ** 2).sum())
     variance = left / max(1, len(columns) - columns.shape[1])
     return costs, np.sqrt(variance * np.diag(np.linalg.pinv(columns.T @ columns))), left

@@ -78,9 +78,9 @@ def test_a_run_is_measured(recorded: Path) -> None:
     assert isinstance(profile.lengths, Recorded)
     assert len(profile.lengths.groups) >= 8 * 4
     assert isinstance(profile.engine.step, Affine)
-    assert profile.engine.step.at(1) >= 0.005  # no step is faster than the engine's pace
+    assert profile.engine.step.at(1) >= 0.004  # its pace is 0.005, but the first token of an answer comes at once
     assert profile.trainer.per_take + profile.trainer.per_token > 0
-    assert profile.trainer.per_ask > 0
+    assert 0 <= profile.trainer.per_ask < 5
     assert 0 < profile.engine.begin_seconds < 5
     assert profile.sync.seconds > 0
     assert 0 < profile.informative < 1

@@ -5,6 +5,7 @@ from math import isclose
 import msgspec
 import pytest
 
+from asyncrl.buffer.terms import Refusal
 from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.simulation.calibration import paces
 from asyncrl.simulation.clock import Process
@@ -23,6 +24,7 @@ from asyncrl.simulation.profile import (
 )
 from asyncrl.simulation.recordings import Sample, Take, complete
 from asyncrl.simulation.sizing import size
+from asyncrl.types import Delivery, Ticket
 
 AT_ONCE = RewardCost(gather=0.0)
 
@@ -115,22 +117,22 @@ class Recorder:
         self._simulation = Simulation(run, profile, engines=0, trainer_gpus=1, warm_up=0)
         self._rollouts, self._machine = self._simulation.rollouts, self._simulation._machine
         self._finished, self._compute = self._rollouts._finished, self._machine.compute
-        self._take, self._taken = self._simulation.buffer.take, ()
+        self._admit, self._take = self._simulation.buffer.admit, self._simulation.buffer.take
+        self._taken: tuple[int, ...] = ()
         monkeypatch.setattr(self._rollouts, "_finished", self.finished)
         monkeypatch.setattr(self._machine, "compute", self.compute)
+        monkeypatch.setattr(self._simulation.buffer, "admit", self.admit)
         monkeypatch.setattr(self._simulation.buffer, "take", self.take)
         self._rollouts.join(engines)
 
     def run(self) -> None:
-        admit = self._simulation.buffer.admit
-
-        def admitted(now: float) -> object:
-            ticket = admit(now)
-            self._begun[getattr(ticket, "group", -1)] = now
-            return ticket
-
-        self._simulation.buffer.admit = admitted  # pyright: ignore[reportAttributeAccessIssue]
         self._simulation.run()
+
+    def admit(self, now: float) -> Ticket | Refusal:
+        ticket = self._admit(now)
+        if isinstance(ticket, Ticket):
+            self._begun[ticket.group] = now
+        return ticket
 
     def finished(self, engine: SimulatedEngine, answer: Answer) -> None:
         now = self._simulation.clock.now
@@ -140,7 +142,7 @@ class Recorder:
         )
         self._finished(engine, answer)
 
-    def take(self, most: int, fewest: int) -> object:
+    def take(self, most: int, fewest: int) -> Delivery | None:
         delivery = self._take(most, fewest)
         self._taken = delivery.groups if delivery else ()
         return delivery
