@@ -5,7 +5,8 @@ import time
 from collections.abc import Mapping
 
 from actors.buffer import BufferActor
-from actors.outbox import GATHER_SECONDS, notice
+from actors.outbox import notice
+from asyncrl.flow.gathering import GATHER_SECONDS
 from asyncrl.types import Segment, Slot
 
 EVERY_SECONDS = 1.0

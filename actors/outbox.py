@@ -7,21 +7,11 @@ from typing import Any
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from asyncrl.data.arrow import encode
+from asyncrl.flow.gathering import GATHER_SECONDS
 from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
 from asyncrl.rewards.score import Score, rewarded
 from asyncrl.stages.base import Sample
 from asyncrl.types import Slot, Trajectory
-
-GATHER_SECONDS = 0.05
-"""How long finished answers wait for company, at least."""
-LONGEST_SECONDS = 1.0
-CALLS_PER_SECOND = 100
-"""That the engines of a run make together: one buffer serves them all, and a call costs it more than what is in it."""
-
-
-def gather_seconds(engines: int) -> float:
-    """With many engines the answers of each wait longer, so that the buffer gets as many as before at a time."""
-    return min(max(GATHER_SECONDS, engines / CALLS_PER_SECOND), LONGEST_SECONDS)
 
 
 class Outbox:

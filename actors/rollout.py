@@ -18,7 +18,7 @@ from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
 from actors.hidden_stream import HiddenRollouts
 from actors.notes import Notes
-from actors.outbox import Outbox, gather_seconds
+from actors.outbox import Outbox
 from actors.reward import RewardActor
 from actors.trial import Trial
 from asyncrl.config import Run
@@ -27,6 +27,7 @@ from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_engine
 from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.flow.gathering import gather_seconds
 from asyncrl.precision.settings import served_precision
 from asyncrl.rewards.base import RewardFailure, RewardResult
 from asyncrl.rewards.score import Score

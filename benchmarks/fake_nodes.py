@@ -6,6 +6,7 @@ with every key of the configuration spelled out, it works under both generations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -26,6 +27,8 @@ STORE = 100 << 20
 UPDATE_S = 1
 START_S = 60.0
 END_S = 20.0
+COUNTED = re.compile(r"nodes ([0-9.]+) ([0-9]+)\n")
+"""A line of `fake_provider.watch`."""
 EMPTY = (
     "setup_commands",
     "head_setup_commands",
@@ -155,7 +158,7 @@ class NodeCount:
     def _read(self) -> None:
         assert self._watcher.stdout is not None
         for line in self._watcher.stdout:
-            if (found := line.split())[:1] == ["nodes"]:  # the autoscaler talks to every driver's output as well
+            if found := COUNTED.fullmatch(line):  # the autoscaler talks to every driver's output as well
                 self.seen.append((float(found[1]), int(found[2])))
 
     @property

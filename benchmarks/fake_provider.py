@@ -18,7 +18,8 @@ def watch(address: str) -> None:
     """Print time and number of living nodes until killed."""
     ray.init(address=address, logging_level=logging.ERROR)
     while True:
-        print("nodes", time.time(), sum(node["Alive"] for node in ray.nodes()), flush=True)
+        count = sum(node["Alive"] for node in ray.nodes())
+        print(f"nodes {time.time()} {count}\n", end="", flush=True)  # at once, for the autoscaler prints here as well
         time.sleep(LOOK_S)
 
 

@@ -39,10 +39,12 @@ class Line(NamedTuple):
     simulated: float
     kind: str
     """`input`: used as it is; `fitted`: the free parameter was chosen to meet it; `predicted`."""
+    least: float = 0.0
+    """Errors of figures below it are relative to it."""
 
     @property
     def error(self) -> float:
-        return self.simulated / self.published - 1
+        return (self.simulated - self.published) / max(self.published, self.least)
 
 
 def solve(

@@ -57,10 +57,12 @@ def answers(directory: Path) -> tuple[list[int], float]:
     return lengths, sum(len(found) > 1 for found in rewards.values()) / len(rewards)
 
 
-def steady(directory: Path) -> Steady:
+def steady(directory: Path, *, ends: int = 0) -> Steady:
+    """Without the first steps, nor the last `ends`, in which engines have nothing more to do."""
     columns = ["samples", "loop_seconds", "wait_seconds", "train_seconds", "sync_seconds", "generated_tokens"]
     rows = pq.read_table(directory / "metrics.parquet", columns=columns).to_pylist()
     warm = min(WARM_STEPS, len(rows) // 2)
+    rows = rows[: len(rows) - min(ends, len(rows) // 4)]
     first, last, counted = rows[warm - 1], rows[-1], rows[warm:]
     seconds = last["loop_seconds"] - first["loop_seconds"]
     waited, trained, synced = (

@@ -18,7 +18,7 @@ from asyncrl.simulation import profile as profiles
 from asyncrl.simulation.calibration import calibrate
 from asyncrl.simulation.loop import simulate
 from asyncrl.simulation.outcome import Outcome, Rates
-from asyncrl.simulation.profile import Profile
+from asyncrl.simulation.profile import Profile, Sharing
 from asyncrl.simulation.sizing import Sizing, shortened, size, warm_up
 from pipelines.compose import CONFIGS, changed, compose, from_yaml
 
@@ -124,6 +124,7 @@ def _one(settings: Run, profile: Profile, options: Options) -> Outcome:
     """As configured, or the split that was asked for."""
     if options.gpus is None:
         return simulate(settings, profile, trainer_gpus=options.trainer_gpus, warm_up=warm_up(settings))
+    profile = msgspec.structs.replace(profile, sharing=Sharing())  # GPUs of their own
     trainer_gpus = options.trainer_gpus or 0
     engines = (options.gpus - trainer_gpus) // profile.engine.gpus
     if trainer_gpus < 1 or engines < 1:

@@ -65,6 +65,19 @@ def read_deliveries(directory: Path) -> dict[int, list[tuple[int, ...]]]:
     return dict(sorted(found.items()))
 
 
+def read_admissions(directory: Path) -> dict[int, float]:
+    """The first deadline of every group, which lies `flow.group_timeout_s` after its admission."""
+    found: dict[int, float] = {}
+    for path in segment_paths(directory, journal.STEM):
+        for frame in _present(Scan(path, schema=journal.SCHEMA_HASH)):
+            match records.decode(frame.payload):
+                case records.Admitted(group=group, deadline=deadline):
+                    found.setdefault(group, deadline)
+                case _:
+                    pass
+    return found
+
+
 def verify(directory: Path) -> Report:
     """Check every byte of a buffer's directory."""
     report = Report()

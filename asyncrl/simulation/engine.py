@@ -69,7 +69,15 @@ class Pace:
 
 
 class SimulatedEngine:
-    def __init__(self, number: int, pace: Pace, clock: Clock, finished: Callable[["SimulatedEngine", Answer], None]):
+    def __init__(
+        self,
+        number: int,
+        pace: Pace,
+        clock: Clock,
+        finished: Callable[["SimulatedEngine", Answer], None],
+        busy: Callable[[int], None] | None = None,
+    ) -> None:
+        """`busy` is told 1 when the engine gets something to do, and -1 when it has nothing left."""
         self.number = number
         self.version = 0
         self.load = 0
@@ -82,7 +90,10 @@ class SimulatedEngine:
         self.busy_seconds = 0.0
         """With at least one answer in the batch."""
         self.row_seconds = 0.0
-        self._pace, self._clock, self._finished = pace, clock, finished
+        self._pace, self._clock, self._finished, self._busy = pace, clock, finished, busy
+        self._was_busy = False
+        self._stretch = 1.0
+        """How much longer everything takes, for others use the same cores."""
         self._due: list[tuple[float, int, int, Answer]] = []
         self._progress = 0.0
         self._context = 0.0
@@ -102,12 +113,18 @@ class SimulatedEngine:
         self._ready = max(self._ready, self._clock.now) + seconds
         self._schedule()
 
+    def slow(self, stretch: float) -> None:
+        """All it does takes so many times as long from now on."""
+        self._advance()
+        self._stretch = stretch
+        self._schedule()
+
     def serve(self, version: int, *, recompute: bool) -> None:
         """New weights; running answers keep their keys and values, or have them computed again."""
         self._advance()
         self.version = version
         if recompute:
-            self.stand_still(self._context * self._pace.per_prefilled)
+            self.stand_still(self._context * self._pace.per_prefilled * self._stretch)
 
     def withdraw(self, which: Callable[[Answer], bool]) -> list[Answer]:
         """Take answers out, running or not; they know how far they came."""
@@ -148,6 +165,7 @@ class SimulatedEngine:
     def _gained(self, seconds: float, rows: int) -> float:
         slope = self._pace.per_context[rows]
         linear, square = self._pace.per_token[rows] + slope * self._context, slope * rows
+        seconds /= self._stretch
         if square * seconds < 1e-12 * linear * linear:
             return seconds / linear
         return (sqrt(linear * linear + 2 * square * seconds) - linear) / square
@@ -159,7 +177,7 @@ class SimulatedEngine:
             if answer.oldest < 0:
                 answer.oldest = self.version
             if stop := answer.prefill * self._pace.per_prefilled:
-                self._ready = max(self._ready, self._clock.now) + stop
+                self._ready = max(self._ready, self._clock.now) + stop * self._stretch
             heappush(self._due, (answer.due, answer.group, answer.sample, answer))
             self._context += answer.prompt + answer.done
             self.running += 1
@@ -167,12 +185,15 @@ class SimulatedEngine:
     def _schedule(self) -> None:
         """The next answer to be finished, if nobody joins or leaves before."""
         self._events += 1
+        if self._busy is not None and self._was_busy != bool(self._due):
+            self._was_busy = not self._was_busy
+            self._busy(1 if self._was_busy else -1)
         if not self._due:
             return
         ahead, rows = max(0.0, self._due[0][0] - self._progress), self.running
         slope = self._pace.per_context[rows]
         seconds = (self._pace.per_token[rows] + slope * self._context) * ahead + slope * rows * ahead * ahead / 2
-        self._clock.at(max(self._clock.now, self._ready) + seconds, self._arrive, self._events)
+        self._clock.at(max(self._clock.now, self._ready) + seconds * self._stretch, self._arrive, self._events)
 
     def _arrive(self, event: int) -> None:
         if event != self._events:

@@ -1,4 +1,8 @@
-"""How long the answers of a group are, fixed by seed, group and sample: every split of a cluster gets the same work."""
+"""How long the answers of a group are, fixed by seed, group and sample: every split of a cluster gets the same work.
+
+Recorded groups come in the order in which they were recorded, again and again: a run with other settings has the same
+answers to give.
+"""
 
 from functools import cache
 
@@ -28,12 +32,12 @@ class Answers:
     def _draw(self, block: int) -> tuple[list[list[int]], list[bool]]:
         rng = np.random.default_rng((self._seed, block))
         informative = rng.random(BLOCK) < self._informative
-        drawn = _draw(self._lengths, rng, self._group_size)
+        drawn = _draw(self._lengths, rng, self._group_size, block * BLOCK)
         return np.clip(drawn, 1, self._max_tokens).astype(int).tolist(), informative.tolist()
 
 
-def _draw(lengths: LogNormal | Fixed | Recorded, rng: Generator, size: int) -> NDArray[np.float64]:
-    """One row a group."""
+def _draw(lengths: LogNormal | Fixed | Recorded, rng: Generator, size: int, first: int) -> NDArray[np.float64]:
+    """One row a group, from the `first` of the block on."""
     match lengths:
         case Fixed(tokens=tokens):
             return np.full((BLOCK, size), float(tokens))
@@ -41,5 +45,5 @@ def _draw(lengths: LogNormal | Fixed | Recorded, rng: Generator, size: int) -> N
             prompt, own = rng.standard_normal((BLOCK, 1)), rng.standard_normal((BLOCK, size))
             return np.round(median * np.exp(sigma * (np.sqrt(between) * prompt + np.sqrt(1 - between) * own)))
         case Recorded(groups=groups):
-            chosen = [groups[i] for i in rng.integers(len(groups), size=BLOCK)]
+            chosen = [groups[i % len(groups)] for i in range(first, first + BLOCK)]
             return np.array([row if len(row) == size else rng.choice(row, size) for row in chosen], np.float64)

@@ -20,6 +20,7 @@ from asyncrl.simulation.outcome import Outcome, Step, rates
 from asyncrl.simulation.pool import SimulatedPool
 from asyncrl.simulation.profile import Profile
 from asyncrl.simulation.rollouts import BYTES_PER_TOKEN, OVERHEAD_BYTES, Rollouts
+from asyncrl.simulation.sharing import SharedMachine
 from asyncrl.types import Ticket
 
 
@@ -54,6 +55,7 @@ class Simulation:
         self.buffer = _buffer(run, None if warm_up else self._steps)
         self.rollouts = Rollouts(run, profile, self.clock, self.buffer, self.changed, self.places)
         self.rollouts.join(engines)
+        self._machine = SharedMachine(profile.sharing, self.clock, self.rollouts)
         self._controller = StalenessController(run.staleness, run.max_staleness)
         self._pool = SimulatedPool(run, profile, self.clock, self.rollouts, self._places)
         self._served = 0
@@ -76,6 +78,7 @@ class Simulation:
 
     def _generate(self) -> Process:
         while True:
+            yield self._profile.engine.begin_seconds
             self.rollouts.share(self._admitted())
             yield self.places
 
@@ -92,12 +95,15 @@ class Simulation:
             while (missing := flow.groups_per_step - len(groups)) > 0:
                 begun = self.clock.now
                 self._pool.waits.trainer(begun, waits=True)
+                yield trainer.per_ask
                 while (delivery := self.buffer.take(missing, flow.groups_per_take)) is None:
                     yield self.changed
                 self._pool.waits.trainer(self.clock.now, waits=False)
                 waited += self.clock.now - begun
                 groups += delivery.groups
-                yield trainer.per_take + self._tokens(delivery.groups) * trainer.per_token / self._trainer_gpus
+                yield from self._machine.compute(
+                    trainer.per_take + self._tokens(delivery.groups) * trainer.per_token / self._trainer_gpus
+                )
             while self._publishing:
                 yield self._published
             yield trainer.per_step

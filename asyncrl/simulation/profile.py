@@ -31,7 +31,7 @@ class Fixed(Settings, frozen=True, tag_field="type", tag="fixed"):
 
 
 class Recorded(Settings, frozen=True, tag_field="type", tag="recorded"):
-    """Groups as they were in a run: drawn whole, so that hard prompts stay hard for all their answers."""
+    """Groups as they were in a run, one after the other: hard prompts stay hard for all their answers."""
 
     groups: Annotated[tuple[Annotated[tuple[Positive, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
     """Lengths of the answers of each recorded group."""
@@ -92,6 +92,8 @@ class EngineCost(Settings, frozen=True):
     per_prefilled_token: NonNegative = 0.0
     """The engine stands still for it: each prompt, and all again after an update with on_update=recompute."""
     speculation: Speculation = Speculation()
+    begin_seconds: NonNegative = 0.0
+    """From a place for a group to its first decoding step: the way to the engine, and what it prepares."""
     join_seconds: NonNegative = 0.0
     """From the wish for a further engine until it serves: machine, model, weights."""
 
@@ -107,6 +109,8 @@ class TrainerCost(Settings, frozen=True):
     """Of each forward and backward, whatever its size."""
     per_step: NonNegative = 0.0
     """Of each update, and what else happens once a step."""
+    per_ask: NonNegative = 0.0
+    """Of asking the buffer for groups, even if they are there. It counts as waiting."""
 
 
 class SyncCost(Settings, frozen=True):
@@ -125,12 +129,22 @@ class SyncCost(Settings, frozen=True):
 class RewardCost(Settings, frozen=True):
     """From the last token of an answer until it lies in the buffer."""
 
-    gather: NonNegative = 0.05
-    """Finished answers of one engine wait this long for company."""
+    gather: NonNegative | None = None
+    """Finished answers of one engine wait this long for company; none: as in a run, longer with many engines."""
     seconds: NonNegative = 0.0
     """Of one worker for one answer; `reward.workers` of the run share them."""
     latency: NonNegative = 0.0
     """Of the way there."""
+
+
+class Sharing(Settings, frozen=True):
+    """Trainer and engines on the cores of one machine, or on one card: each is slower while the other is at work. For
+    `--gpus`, where everybody has GPUs of their own, it does not count."""
+
+    trainer: NonNegative = 0.0
+    """Added to a forward and backward, as a share of its time, for each engine that decodes meanwhile."""
+    engine: NonNegative = 0.0
+    """Added to a decoding step, as a share of its time, while the trainer is in a forward and backward."""
 
 
 class Profile(Settings, frozen=True):
@@ -143,6 +157,7 @@ class Profile(Settings, frozen=True):
     trainer: TrainerCost = TrainerCost()
     sync: SyncCost = SyncCost()
     reward: RewardCost = RewardCost()
+    sharing: Sharing = Sharing()
     informative: Fraction = 1.0
     """Share of the groups whose rewards differ. The trainer computes nothing for the others."""
     kl_per_version: NonNegative = 0.0

@@ -9,6 +9,7 @@ from itertools import count
 from asyncrl.buffer.recovery import Sample
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
+from asyncrl.flow.gathering import gather_seconds
 from asyncrl.simulation.clock import Clock, Signal
 from asyncrl.simulation.engine import Answer, Pace, SimulatedEngine, Work
 from asyncrl.simulation.lengths import Answers
@@ -46,6 +47,11 @@ class Rollouts:
             profile, seed=run.seed, group_size=run.rollout.group_size, max_tokens=run.rollout.max_tokens
         )
         self._pace = Pace(profile.engine)
+        self._gather = 0.0
+        self._stretch = 1.0
+        self.busy = 0
+        """Engines that have something to do; counted where somebody watches."""
+        self._watcher: Callable[[], None] = lambda: None
         self._version = 0
         self._numbers = count()
         self.engines: dict[int, SimulatedEngine] = {}
@@ -61,10 +67,14 @@ class Rollouts:
 
     def join(self, engines: int) -> None:
         """Further ones, which serve what all serve."""
+        busy = self._count_busy if self._profile.sharing.trainer else None
         for number in (next(self._numbers) for _ in range(engines)):
-            engine = self.engines[number] = SimulatedEngine(number, self._pace, self._clock, self._finished)
+            engine = self.engines[number] = SimulatedEngine(number, self._pace, self._clock, self._finished, busy)
             engine.version = self._version
+            engine.slow(self._stretch)
             heappush(self._least, (0, number))
+        told = self._profile.reward.gather
+        self._gather = gather_seconds(max(len(self.engines), self._run.elastic.max)) if told is None else told
 
     def leave(self, engines: int) -> None:
         """The newest go; their answers are continued elsewhere, from where they are."""
@@ -111,6 +121,20 @@ class Rollouts:
         for engine in self.engines.values():
             engine.stand_still(seconds)
 
+    def slow(self, stretch: float) -> None:
+        """All that engines do takes so many times as long from now on."""
+        self._stretch = stretch
+        for engine in self.engines.values():
+            engine.slow(stretch)
+
+    def watch_busy(self, changed: Callable[[], None]) -> None:
+        """Tell whenever an engine gets something to do, or has nothing left."""
+        self._watcher = changed
+
+    def _count_busy(self, change: int) -> None:
+        self.busy += change
+        self._watcher()
+
     def serve(self, version: int) -> None:
         self._version = version
         for engine in self.engines.values():
@@ -142,7 +166,7 @@ class Rollouts:
 
     def _finished(self, engine: SimulatedEngine, answer: Answer) -> None:
         if not engine.outbox:
-            self._clock.at(self._clock.now + self._profile.reward.gather, self._judge, engine)
+            self._clock.at(self._clock.now + self._gather, self._judge, engine)
         engine.outbox.append(answer)
 
     def _judge(self, engine: SimulatedEngine) -> None:

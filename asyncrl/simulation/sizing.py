@@ -13,7 +13,7 @@ from asyncrl.config import Run
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.loop import simulate
 from asyncrl.simulation.outcome import Outcome
-from asyncrl.simulation.profile import Profile
+from asyncrl.simulation.profile import Profile, Sharing
 
 PARTS = 6
 """The first look is at the trainer's share in sixths."""
@@ -90,7 +90,9 @@ def _simulate(run: Run, profile: Profile, gpus: int, engines: Sequence[int]) -> 
 
 
 def _split(run: Run, profile: Profile, gpus: int, engines: int) -> Outcome:
-    """One split. The pool does not change in it: the question is what size it should have."""
+    """One split. The pool does not change in it: the question is what size it should have. Everybody has GPUs of
+    their own, so nobody is slowed by another."""
+    profile = msgspec.structs.replace(profile, sharing=Sharing())
     fixed = msgspec.structs.replace(run, elastic=msgspec.structs.replace(run.elastic, max=0))
     trainer_gpus = gpus - engines * profile.engine.gpus
     return simulate(fixed, profile, engines=engines, trainer_gpus=trainer_gpus, warm_up=warm_up(run))

@@ -6,8 +6,9 @@ from typing import Any, cast
 import pytest
 
 from actors.notes import Notes
-from actors.outbox import Outbox, gather_seconds
+from actors.outbox import Outbox
 from asyncrl.data.arrow import decode
+from asyncrl.flow.gathering import gather_seconds
 from asyncrl.rewards.base import RewardFailure, RewardInput
 from asyncrl.types import Segment, Slot
 from tests.buffers import trajectory

@@ -9,9 +9,11 @@ import pytest
 
 from asyncrl.config import WarmStart
 from asyncrl.rundir import RunDirectory
-from asyncrl.simulation.calibration import Sample, calibrate, step_time
+from asyncrl.simulation.calibration import calibrate
+from asyncrl.simulation.decoding import Decoding
 from asyncrl.simulation.loop import simulate
 from asyncrl.simulation.profile import Affine, Recorded
+from asyncrl.simulation.recordings import Sample, sent
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from pipelines import cli
@@ -39,15 +41,22 @@ def test_the_pace_of_an_engine_is_found_in_its_answers() -> None:
         for rows in (1, 2, 5, 20, 40)
         for sample in wave(f"rollout-{rows % 2}", 100.0 * rows, [50] * rows, lambda b: 0.01 + 0.002 * b)
     ]
-    found = step_time(samples, max_batch=64)
-    assert (found.seconds, found.per_row) == pytest.approx((0.01, 0.002))
+    found = Decoding(samples, 64).step(0.0)
+    assert [found.at(rows) for rows in (1, 40)] == pytest.approx([0.012, 0.09], rel=0.01)
 
 
 def test_answers_that_wait_for_a_row_do_not_count_as_slow() -> None:
     """Three waves of 4 in an engine of 4 rows, all given at once: 0.02 s a step."""
     samples = [Sample(i, "rollout-0", 0.0, (i // 4 + 1) * 50 * 0.02, 50, 5, 0.0) for i in range(12)]
-    found = step_time(samples, max_batch=4)
-    assert found.at(4) == pytest.approx(0.02)
+    assert Decoding(samples, 4).step(0.0).at(4) == pytest.approx(0.02)
+
+
+def test_finished_answers_leave_an_engine_together() -> None:
+    """Those of the next 0.05 s go with the first one."""
+    times = [(0, 1.0), (0, 1.04), (1, 1.051), (1, 1.02), (2, 1.09)]
+    samples = [Sample(group, "rollout-0", 0.0, time, 9, 5, 0.0) for group, time in times]
+    other = Sample(2, "rollout-1", 0.0, 1.03, 9, 5, 0.0)
+    assert sent([*samples, other], gather=0.05) == pytest.approx({0: 1.05, 1: 1.101, 2: 1.101})
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +78,10 @@ def test_a_run_is_measured(recorded: Path) -> None:
     assert isinstance(profile.lengths, Recorded)
     assert len(profile.lengths.groups) >= 8 * 4
     assert isinstance(profile.engine.step, Affine)
-    assert profile.engine.step.at(1) >= 0.005  # no step is faster than the engine's pace
+    assert profile.engine.step.at(1) >= 0.004  # its pace is 0.005, but the first token of an answer comes at once
     assert profile.trainer.per_take + profile.trainer.per_token > 0
+    assert 0 <= profile.trainer.per_ask < 5
+    assert 0 < profile.engine.begin_seconds < 5
     assert profile.sync.seconds > 0
     assert 0 < profile.informative < 1
     found = simulate(settings, profile)

@@ -12,6 +12,7 @@ from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.errors import ConfigError
 from asyncrl.flow.elastic_settings import Elastic
 from asyncrl.flow.settings import EssBand
+from asyncrl.simulation.lengths import Answers
 from asyncrl.simulation.loop import Simulation, simulate
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.profile import (
@@ -22,6 +23,7 @@ from asyncrl.simulation.profile import (
     Profile,
     Recorded,
     RewardCost,
+    Sharing,
     Speculation,
     SyncCost,
     Table,
@@ -120,6 +122,14 @@ def test_reward_workers_are_a_queue() -> None:
     assert isclose(simulate(one_run(steps=1), slow).rates.step_seconds, 1.4 + 0.1 + 4 * 1.0 + 0.2)
 
 
+def test_recorded_groups_come_in_their_order_again_and_again() -> None:
+    recorded = Profile(lengths=Recorded(groups=tuple((n, n + 1) for n in range(1, 8))))
+    answers = Answers(recorded, seed=3, group_size=2, max_tokens=6)
+    assert [answers.of(group)[0] for group in (0, 4, 6, 7, 2000)] == [[1, 2], [5, 6], [6, 6], [1, 2], [6, 6]]
+    larger = Answers(recorded, seed=3, group_size=5, max_tokens=99)
+    assert set(larger.of(8)[0]) <= {2, 3}
+
+
 def test_groups_past_their_deadline_are_dropped_and_replaced() -> None:
     lengths = Recorded(groups=((10, 10), (10, 1000)))
     run = one_run(steps=4, groups=4, take=4)
@@ -195,11 +205,15 @@ PROFILES = st.builds(
         speculation=st.builds(
             Speculation, accepted=st.floats(1, 4), cost=st.floats(1, 3), up_to_batch=st.integers(0, 8)
         ),
+        begin_seconds=SECONDS,
         join_seconds=SECONDS,
     ),
-    trainer=st.builds(TrainerCost, per_token=st.floats(0, 0.01), per_take=SECONDS, per_step=SECONDS),
+    trainer=st.builds(
+        TrainerCost, per_token=st.floats(0, 0.01), per_take=SECONDS, per_step=SECONDS, per_ask=st.floats(0, 0.5)
+    ),
     sync=SECONDS.flatmap(lambda s: st.builds(SyncCost, seconds=st.just(s), pause=st.floats(0, s))),
-    reward=st.builds(RewardCost, gather=SECONDS, seconds=st.floats(0, 0.1), latency=SECONDS),
+    reward=st.builds(RewardCost, gather=st.none() | SECONDS, seconds=st.floats(0, 0.1), latency=SECONDS),
+    sharing=st.builds(Sharing, trainer=st.floats(0, 2), engine=st.floats(0, 2)),
     informative=st.floats(0.3, 1.0),
     kl_per_version=st.floats(0.0, 0.1),
 )

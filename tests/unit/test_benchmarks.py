@@ -11,6 +11,7 @@ from trl import GRPOConfig
 
 from asyncrl.tasks.base import make_task
 from benchmarks import longtail
+from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
 from benchmarks.runs import steady
 from pipelines.compose import compose
@@ -120,6 +121,17 @@ def test_rates_leave_the_first_steps_out(tmp_path: Path) -> None:
     found = steady(tmp_path)
     assert (found.samples_per_second, found.tokens_per_second) == (20 / 4, 300 / 4)
     assert (found.trainer_wait, found.step_seconds, found.train_seconds) == (0.25, 2.0, 0.5)
+    found = steady(tmp_path, ends=1)  # nor the last
+    assert (found.samples_per_second, found.trainer_wait, found.step_seconds) == (10 / 2, 0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes"),
+    [("nodes 1763.25 3\n", "3"), ("nodes 1763.25 \x1b[36m(autoscaler +3s)\n", None), ("nodes 17\n", None)],
+)
+def test_nodes_are_counted_in_whole_lines(line: str, nodes: str | None) -> None:
+    found = COUNTED.fullmatch(line)
+    assert (found and found[2]) == nodes
 
 
 def test_both_sides_train_on_as_many_samples_of_the_same_limits() -> None:
