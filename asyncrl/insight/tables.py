@@ -142,7 +142,9 @@ def read_buffer(directory: Path) -> tuple[Any, Fates]:
     with ThreadPoolExecutor(THREADS) as threads:  # numpy and Arrow do not hold the interpreter up
         fates = threads.submit(read_fates, decisions)
         tables = list(threads.map(read_trajectories, answers))
-        return pa.Table.from_batches([batch for table in tables for batch in table.to_batches()], SCHEMA), fates.result()
+        return pa.Table.from_batches(
+            [batch for table in tables for batch in table.to_batches()], SCHEMA
+        ), fates.result()
 
 
 def _groups(fates: Fates) -> Any:
