@@ -4,8 +4,8 @@ A program takes one group of tokens of one row and one key/value head. The query
 are the rows of one matrix product, and the pages of the row are its steps. Where there are few groups, the pages of a
 row are split between programs, each of which leaves its sum and the logarithm of its weight; `_join` adds them up.
 
-Pages in FP8 become fp16 on their way to the product, which is exact and one instruction for two numbers; the scale of
-the keys is part of that of the scores, the values' comes in at the end.
+Pages in FP8 become fp16 on their way to the product, which is exact and one instruction; the scale of the keys is part
+of that of the scores, the values' comes in at the end.
 
 How many tokens a row has is read from the device, so one captured graph serves all lengths.
 """
@@ -31,9 +31,9 @@ class Plan(NamedTuple):
     """Pages on their way at once, in a program."""
 
 
-PLANS = {False: Plan(512, 4, 3), True: Plan(1024, 4, 6)}
+PLANS = {False: Plan(512, 4, 3), True: Plan(1024, 4, 4)}
 """By whether pages are in FP8. Those are read in half the time, so the work for each counts for more: more programs
-hide it, and as they are smaller more are on their way. `benchmarks.fp8_kernels` compares others."""
+hide it, and as they are smaller one more is on its way. `benchmarks.fp8_kernels` compares others."""
 
 
 @triton.jit
@@ -48,24 +48,18 @@ def _accumulate(total, weight, highest, score, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, mask, EVEN: tl.constexpr, SCALED: tl.constexpr):
-    """`EVEN`: there is nothing to mask."""
-    x = tl.load(pointer) if EVEN else tl.load(pointer, mask=mask, other=0.0)
+def _load(pointer, mask, SCALED: tl.constexpr):
+    x = tl.load(pointer, mask=mask, other=0.0)
     return x.to(tl.float16) if SCALED else x
 
 
 @triton.jit
-def _load_page(keys, values, head, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr):
-    """Keys and values, both by tokens and channels; in FP8 values lie by channels."""
-    token, channel = tl.arange(0, PAGE), tl.arange(0, BLOCK_D)
-    place = head * (PAGE * D) + token[:, None] * D + channel[None, :]
-    inside = (channel < D)[None, :]
-    k = _load(keys + place, inside, BLOCK_D == D, SCALED)
+def _load_values(pointer, real, inside, SCALED: tl.constexpr):
+    """FP8 is masked as fp16: the product then reads fp16 across pages from shared memory, instead of single bytes."""
     if SCALED:
-        across = head * (PAGE * D) + channel[:, None] * PAGE + token[None, :]
-        return k, tl.trans(_load(values + across, tl.trans(inside), BLOCK_D == D, SCALED))
+        return tl.where(real, tl.load(pointer, mask=inside, other=0.0).to(tl.float16), 0.0)
     else:
-        return k, _load(values + place, inside, BLOCK_D == D, SCALED)
+        return tl.load(pointer, mask=real & inside, other=0.0)
 
 
 @triton.jit
@@ -100,36 +94,29 @@ def _attend(
     pages = tl.where(count > 0, tl.cdiv(length, PAGE), 0)
     each = tl.cdiv(pages, SPLITS)
     pages_of_row = table + tl.load(row_G + group) * PAGES
-    index_m, place_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    index_m, place_d, place_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, PAGE)
     column = index_m // SHARE
     real_m = column < count
     inside_d = place_d < D
     token = (group * width + column).to(tl.int64)
     query_head = head * SHARE + index_m % SHARE
     source = qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d
-    q = _load(source, real_m[:, None] & inside_d[None, :], False, SCALED)
+    q = _load(source, real_m[:, None] & inside_d[None, :], SCALED)
     heat = SCALE * 1.4426950408889634 * (tl.load(scales) if SCALED else 1.0)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    first, last = split * each, tl.minimum((split + 1) * each, pages)
-    seen = tl.minimum(tl.maximum((start + 1) // PAGE, first), last)
-    for number in range(first, seen):  # by all queries, to the end of the page: masks cost more than products
-        begin = tl.load(pages_of_row + number).to(tl.int64) * (K * PAGE * D)
-        k, v = _load_page(keys + begin, values + begin, head, D, PAGE, BLOCK_D, SCALED)
+    for number in range(split * each, tl.minimum((split + 1) * each, pages)):
+        page = tl.load(pages_of_row + number).to(tl.int64)
+        position = number * PAGE + place_n
+        place = page * (K * PAGE * D) + head * (PAGE * D) + place_n[:, None] * D + place_d[None, :]
+        k = _load(keys + place, inside_d[None, :], SCALED)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * heat
-        total, weight, highest = _accumulate(total, weight, highest, score, v, PRECISION)
-    for number in tl.range(seen, last, num_stages=1):
-        begin = tl.load(pages_of_row + number).to(tl.int64) * (K * PAGE * D)
-        k, v = _load_page(keys + begin, values + begin, head, D, PAGE, BLOCK_D, SCALED)
-        position = number * PAGE + tl.arange(0, PAGE)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * heat
-        score = tl.where(position[None, :] <= start + column[:, None], score, float("-inf"))
+        score = tl.where(real_m[:, None] & (position[None, :] <= start + column[:, None]), score, float("-inf"))
         # What lies behind the end of a row may be no number, and even 0 times that is none.
-        v = tl.where((position < length)[:, None], v, 0.0)
+        v = _load_values(values + place, (position < length)[:, None], inside_d[None, :], SCALED)
         total, weight, highest = _accumulate(total, weight, highest, score, v, PRECISION)
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None] * (tl.load(scales + 1) if SCALED else 1.0)
-    total = tl.where(real_m[:, None], total, 0.0)
     written = (index_m < width * SHARE)[:, None] & inside_d[None, :]
     slot = (token * H + query_head) * SPLITS + split
     tl.store(out + slot[:, None] * D + place_d, total.to(out.dtype.element_ty), mask=written)
