@@ -13,9 +13,9 @@ import torch
 
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from tests.engines.cuda_kernels import CHECKS, Place
-from tests.engines.driving import Answer, collect_all, serving
+from tests.engines.driving import Answer, serving
 from tests.precision.publishing import publishing
-from tests.precision.test_cuda_engine import QUANTIZED, answers, engine, greedy
+from tests.precision.test_cuda_engine import QUANTIZED, answers, engine, in_turn
 from tests.tiny_model import tiny_checkpoint
 
 ON_GPU = torch.cuda.is_available()
@@ -43,10 +43,10 @@ def test_fp8_engine_on_the_gpu(precision: str, tmp_path: Path) -> None:
 
     async def synced() -> tuple[list[Answer], list[Answer]]:
         async with serving(make("old")) as serves:
-            before = await collect_all(serves, greedy())
+            before = await in_turn(serves)
             with publishing(tmp_path / "new", precision, "cuda", dtype=torch.bfloat16, kv_scales="engine") as new:
                 await serves.load_weights(new.publish(1), "keep")
-            return before, await collect_all(serves, greedy())
+            return before, await in_turn(serves)
 
     before, after = asyncio.run(synced())
     for one, fresh in zip(after, answers(make("new")), strict=True):

@@ -27,7 +27,7 @@ from asyncrl.types import TensorSpec, WeightManifest
 from asyncrl.weights.gather import Follower, OneRank
 from pipelines.estimate import needs
 from tests.engines.drafters import paged_drafting, save_heads
-from tests.engines.driving import LONG, Answer, ask, collect_all, serving
+from tests.engines.driving import LONG, Answer, ask, collect, collect_all, serving
 from tests.precision.publishing import publishing
 from tests.precision.test_engine import engine as simulated
 from tests.tiny_model import tiny_checkpoint
@@ -54,10 +54,15 @@ def greedy(count: int = 3) -> list[Any]:
     return [ask(str(i), LONG[: 10 + 7 * i], temperature=0.0) for i in range(count)]
 
 
+async def in_turn(serves: Any) -> list[Answer]:
+    """Which requests share a step decides the last bits of sums, and these the rounding of some numbers to FP8."""
+    return [await collect(serves, request) for request in greedy()]
+
+
 def answers(made: Any) -> list[Answer]:
     async def run() -> list[Answer]:
         async with serving(made) as serves:
-            return await collect_all(serves, greedy())
+            return await in_turn(serves)
 
     return asyncio.run(run())
 
@@ -118,7 +123,7 @@ def test_a_version_is_served_with_its_own_scales(precision: str, tmp_path: Path)
                 ack = await synced.load_weights(manifest, "keep")
                 assert (ack.version, ack.digest) == (1, manifest.digest)
                 assert places == {name: tensor.data_ptr() for name, tensor in made._held.items()}
-                return await collect_all(synced, greedy())
+                return await in_turn(synced)
 
     found = asyncio.run(run())
     for one, other in zip(found, answers(engine(tmp_path / "new", precision, dtype=torch.bfloat16)), strict=True):
