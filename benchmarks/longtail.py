@@ -1,7 +1,7 @@
 """What each part of asynchrony gives where answers are long-tailed: the same prompts, seed and samples in every mode.
 
     python -m benchmarks.longtail                                     the quickstart's model, on a CPU
-    python -m benchmarks.longtail --words models/smollm2 --drafter ngram     SmolLM2 reverses lists of words, on a GPU
+    python -m benchmarks.longtail --words models/smollm2 --drafter ngram     SmolLM2 on `benchmarks.lists`, on a GPU
     python -m benchmarks.longtail --model BIG --head BIGHEAD --frozen-head engine.max_length=256 trainer.lr=2e-6
 
     sync         training begins when the step's last answer is there, generation when the new weights are
@@ -35,12 +35,14 @@ from benchmarks.runs import answers, call, run, steady
 TASK = ChainsTask(median_size=2, size_spread=1.2, max_size=25)
 """Right answers have 11 tokens in the middle and 103 at the end."""
 MAX_TOKENS = 112
+LISTS = Path(__file__).parent / "lists.py"
 WORDS = (
+    *("task=python", f"task.function={LISTS}:prompts", f"reward.function={LISTS}:reward"),
     *("rollout.group_size=8", "rollout.max_tokens=1024", "engine.max_length=1536", "engine.max_batch=1024"),
-    *("engine.memory=0.3", "trainer.token_budget=65536", "trainer.lr=1e-5", "evaluation.prompts=1024"),
+    *("engine.memory=0.3", "trainer.token_budget=65536", "evaluation.prompts=1024", "correction.max_drift=0.05"),
     "rollout.fp8.allow_kv_without_qk_norm=true",
 )
-"""Most answers are a few words, and some go on until they are cut off."""
+"""Most answers are a few words, and some are long counts."""
 LONG = 8.0
 """Longest answer over the median, from which a workload counts as long-tailed."""
 MODES = ("sync", "stream", "partial", "speculation", "fp8")
@@ -219,7 +221,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--model", type=Path, metavar="DIR", help="of the chains task; without it a warm start is made")
-    parser.add_argument("--words", type=Path, metavar="DIR", help="SmolLM2: word reversal in place of chains")
+    parser.add_argument("--words", type=Path, metavar="DIR", help="SmolLM2: `benchmarks.lists` in place of chains")
     parser.add_argument("--engine", choices=("native", "vllm"), default="native")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="bf16 with --model, else fp32")
     parser.add_argument("--drafter", choices=("eagle3", "eagle", "ngram"), default="eagle3")

@@ -5,6 +5,8 @@
 The trainer's weights lie on the same GPU, in another process (CUDA IPC), or in shared memory where there is no GPU. The
 pause is the longest time without a new token of any request around an update, seen by the readers of the answers;
 `publish` is the trainer's part, before the engine is asked, and disturbs no request.
+
+The bar, on a GPU: no pause is longer than a copy of the weights on the device and one step of decoding.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.models.names import hf_tensors
 from asyncrl.types import Request, Sampling, WeightManifest
 from asyncrl.weights.transport import make_writer
-from benchmarks.rollout import made_up
+from benchmarks.rollout import bandwidth, made_up
 
 SHAPES = {
     "qwen3-0.6b": {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
@@ -59,7 +61,7 @@ class Trainer:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_publish, args=(path, theirs), daemon=True)
         self._process.start()
-        self.publish(0)
+        self.bytes = self.publish(0).total_bytes
 
     def publish(self, version: int) -> WeightManifest:
         self._pipe.send(version)
@@ -165,7 +167,15 @@ async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespac
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     await engine.close()
+    if torch.cuda.is_available():
+        bar(statistics.median(pauses), trainer.bytes, arguments.requests / rate)
     trainer.close()
+
+
+def bar(pause: float, size: int, step: float) -> None:
+    copy = 2 * size / bandwidth()
+    held = "held" if pause <= copy + step else "NOT held"
+    print(f"{held}: median pause {pause * 1e3:.1f} ms, copy {copy * 1e3:.1f} ms + one step {step * 1e3:.1f} ms")
 
 
 def make_engine(path: Path, arguments: argparse.Namespace) -> Engine:

@@ -11,8 +11,11 @@ from tests.engines.cuda_places import Place, both, close
 SCALES = [0.03125, 0.015625]
 
 
-def _kv(case: Case, place: Place, pages: Tensor) -> Kv:
-    return Kv(pages.to(torch.float8_e4m3fn), torch.tensor(SCALES, device=place.device))
+def _kv(place: Place, pages_2_X_K_S_D: Tensor) -> Kv:
+    """Values lie by channels."""
+    keys, values = pages_2_X_K_S_D.to(torch.float8_e4m3fn).view(torch.uint8)
+    pages = torch.stack([keys, values.transpose(2, 3).contiguous().view_as(keys)]).view(torch.float8_e4m3fn)
+    return Kv(pages, torch.tensor(SCALES, device=place.device))
 
 
 def fp8_rotate_and_store(place: Place) -> None:
@@ -26,16 +29,16 @@ def fp8_rotate_and_store(place: Place) -> None:
             case: Case = case,
             turns: Tensor = turns_2_L_C,
             norm: Tensor | None = norm_2_D,
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[tuple[Tensor, Tensor], Tensor]:
             queries = case.queries(place)
             qkv, zeros = case.qkv(place), torch.zeros_like(case.kv(place, queries))
-            kv = _kv(case, place, zeros)
+            kv = _kv(place, zeros)
             kernels.rotate_and_store(qkv, turns, norm, 1e-6, kv, case.heads, queries)
             kernels.rotate_and_store(case.qkv(place), turns, norm, 1e-6, Kv(zeros), case.heads, queries)
-            return kv.pages_2_X_K_S_D, zeros
+            return kv.parts, zeros
 
-        for pages, plain in both(run):
-            for held, exact, scale in zip(pages, plain, SCALES, strict=True):
+        for parts, plain in both(run):
+            for held, exact, scale in zip(parts, plain, SCALES, strict=True):
                 expected = saturated(exact.float(), scale)
                 assert torch.equal(held.float() * scale, expected)
                 assert expected.abs().max() > 0
@@ -45,9 +48,7 @@ def fp8_attend(place: Place) -> None:
     for case in cases(place):
         queries = case.queries(place)
         qkv, pages = case.qkv(place), case.kv(place, queries)
-        kv = _kv(
-            case, place, (pages.float().transpose(0, -1) / torch.tensor(SCALES, device=place.device)).transpose(0, -1)
-        )
+        kv = _kv(place, (pages.float().transpose(0, -1) / torch.tensor(SCALES, device=place.device)).transpose(0, -1))
 
         def run(kernels: Kernels, case: Case = case, qkv: Tensor = qkv, kv: Kv = kv) -> Tensor:
             out_T_X = qkv.new_full((qkv.shape[0], case.heads.queries * case.heads.dim), 7.0)
@@ -69,6 +70,6 @@ def fp8_attend_ignores_what_lies_behind_the_end(place: Place) -> None:
         last, row = int(queries.table_N_P[0, case.starts[-1] // case.page]), case.starts[-1] % case.page
         pages[:, last, :, row + 1 :] = garbage
         out_T_X = qkv.new_zeros(len(qkv), case.heads.queries * case.heads.dim)
-        triton_kernels.KERNELS.attend(qkv, _kv(case, place, pages), case.heads, queries, out_T_X)
+        triton_kernels.KERNELS.attend(qkv, _kv(place, pages), case.heads, queries, out_T_X)
         outs.append(out_T_X)
     assert torch.equal(outs[0], outs[1])

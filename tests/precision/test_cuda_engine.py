@@ -1,6 +1,7 @@
 """FP8 in the engine for GPUs, with its kernels in torch: the numbers it should have, and syncs that leave no doubt."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,12 @@ def _refused(tmp_path: Path, manifest: WeightManifest, error: type[Exception], s
 def test_stale_weight_scales_are_seen_by_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New values with the scales of the version before, as an engine has them that forgets to load scales."""
     tiny_checkpoint(tmp_path)
-    load = weights.load
+    pairs = weights._pairs
 
-    def forgetful(manifest: WeightManifest, held: dict[str, Tensor], device: torch.device, names: Any = None) -> None:
-        load(manifest, held, device, [name for name in names or held if not name.endswith(SCALES)])
+    def forgetful(*publication: Any) -> Iterator[weights.Pair]:
+        return (pair for pair in pairs(*publication) if not pair.name.endswith(SCALES))
 
-    monkeypatch.setattr(weights, "load", forgetful)
+    monkeypatch.setattr(weights, "_pairs", forgetful)
     with publishing(tmp_path, "fp8_full", "cuda") as trainer:
         trainer.grow(1.5, "o_proj")
         said = r"a product with model\.layers\.1\.self_attn\.o_proj\.weight in FP8 is off by 33.*stale scales"

@@ -3,8 +3,9 @@
 submit -> waiting -> Planner -> Decoding.step (device) -> [one step later] SlotTable.keep -> deltas
 
 `_step` launches the next step before it waits for the last: planning, recording and the turns of the event loop are
-hidden behind the device's work. Before weights change, and before a pause returns, the running step is read, so each
-token has the version that sampled it and a paused engine has nothing under way.
+hidden behind the device's work. New weights are copied behind the running step, which is read before their version
+counts, as it is before a pause returns: each token has the version that sampled it, and a paused engine has nothing
+under way.
 
 A step that verifies or makes drafts is read at once, behind the drafting of the next ones (`cuda.speculation`).
 """
@@ -34,7 +35,7 @@ from asyncrl.engines.native.cuda.memory import KvMemory, page_bytes
 from asyncrl.engines.native.cuda.pages import PAGE, PageTable, pages_of
 from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_depths
-from asyncrl.engines.native.cuda.timeline import Timeline
+from asyncrl.engines.native.cuda.timeline import Mark, Timeline
 from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
 from asyncrl.engines.native.sampling import Column, RowSettings
@@ -95,11 +96,12 @@ class CudaEngine(RowEngine):
         async with self._updating:
             self._require_serving(what)
             receiver = Receiver(self.name, f"version {self._version}", "model")
-            digest = await self._load(manifest, self._held, receiver, what, self._fp8)
+            digest, loaded = await self._load(manifest, self._held, receiver, what, self._fp8)
             self._switch_version(manifest.version)
             self._planner.forget_prompts()
             again = self._planner.recompute() if on_update == "recompute" else 0
             self._reprefilled += again
+            await asyncio.to_thread(loaded.wait)  # the trainer may write there again once it has our answer
         return WeightAck(self.name, manifest.version, digest, again)
 
     async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
@@ -112,36 +114,33 @@ class CudaEngine(RowEngine):
             receiver = Receiver(self.name, f"drafter {self._drafter_version}", "drafting head")
             with self._timeline.work():
                 held = drafting.held()
-            digest = await self._load(manifest, held, receiver, what)
+            digest, loaded = await self._load(manifest, held, receiver, what, None)
             with self._timeline.work():
                 drafting.map_tokens(held.get("d2t"))
             self._speculation.drop()
             self._drafter_version = manifest.version
+            await asyncio.to_thread(loaded.wait)
         return WeightAck(self.name, manifest.version, digest)
 
     async def _load(
-        self,
-        manifest: WeightManifest,
-        held: dict[str, Tensor],
-        receiver: Receiver,
-        what: str,
-        fp8: Fp8Serving | None = None,
-    ) -> str:
-        """Published tensors into those held, between two steps."""
+        self, manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver, what: str, fp8: Fp8Serving | None
+    ) -> tuple[str, Mark]:
+        """Published tensors into those held, between two steps. Steps that follow need not wait until it is done."""
         agree(fp8, manifest, receiver)
         # In a thread, and so on another stream: decoding goes on while the published bytes are checked.
         digest = await asyncio.to_thread(weights.verify, manifest, held, receiver)
         scales = await asyncio.to_thread(fp8.kv_scales, manifest, receiver) if fp8 is not None else ()
+        update = await asyncio.to_thread(weights.Update, manifest, held, self._device)
         self._require_serving(what)
-        self._drain()
         with self._timeline.work():
             if fp8 is not None:
-                fp8.probe(manifest, receiver, lambda names: weights.load(manifest, held, self._device, names))
-            weights.load(manifest, held, self._device)
+                fp8.probe(manifest, receiver, update.load)
+            update.load()
             if scales:
                 self._decoding.memory.rescale(scales)
-        self._timeline.wait()  # the trainer may write there again once we have answered
-        return digest
+            loaded = self._timeline.mark()
+        self._drain()  # what was on its way has still read the old weights
+        return digest, loaded
 
     def _open(self) -> None:
         settings, device, timeline = self.settings, self._device, Timeline(self._device)

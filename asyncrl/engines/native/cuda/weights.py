@@ -3,8 +3,10 @@
 The published bytes are checked before anything is touched, so there is no copy of the old weights to fall back to.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.config import ModelConfig
 from asyncrl.types import WeightManifest
-from asyncrl.weights.transport import digest_published, read_published
+from asyncrl.weights.transport import digest_published, published, read_published
 
 _copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
 """Public in all but its name: optimizers are built on it."""
@@ -37,14 +39,35 @@ def verify(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver
     return digest
 
 
-def load(
-    manifest: WeightManifest, held: dict[str, Tensor], device: torch.device, names: Iterable[str] | None = None
-) -> None:
-    """All of it, or what has these names."""
-    wanted = set(held if names is None else names)
-    published = (pair for pair in read_published(manifest, device) if pair[0] in wanted)
-    while some := list(islice(published, _AT_ONCE)):
-        _copy([_plain(held[name]) for name, _ in some], [_plain(tensor) for _, tensor in some])
+class Pair(NamedTuple):
+    name: str
+    held: Tensor
+    published: Tensor
+
+
+class Update:
+    """A publication on its way into the tensors held. What lies on the device is found when this is made.
+
+    To find it takes the host longer than the copy takes the device; decoding goes on meanwhile.
+    """
+
+    def __init__(self, manifest: WeightManifest, held: dict[str, Tensor], device: torch.device) -> None:
+        self._pairs = partial(_pairs, manifest, held, device)
+        self._ready = list(self._pairs()) if published(manifest).memory.device.type == device.type else None
+
+    def load(self, names: Iterable[str] | None = None) -> None:
+        """All of it, or what has these names."""
+        pairs = self._pairs() if self._ready is None else iter(self._ready)
+        if names is not None:
+            wanted = set(names)
+            pairs = (pair for pair in pairs if pair.name in wanted)
+        while some := list(islice(pairs, _AT_ONCE)):
+            _copy([pair.held for pair in some], [pair.published for pair in some])
+
+
+def _pairs(manifest: WeightManifest, held: dict[str, Tensor], device: torch.device) -> Iterator[Pair]:
+    for name, tensor in read_published(manifest, device):
+        yield Pair(name, _plain(held[name]), _plain(tensor))
 
 
 def _plain(tensor: Tensor) -> Tensor:

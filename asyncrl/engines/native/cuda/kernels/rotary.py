@@ -13,15 +13,15 @@ from asyncrl.precision.triton_quantizer import e4m3
 
 
 @triton.jit
-def _write(target, a, b, inside, scales, D: tl.constexpr, SCALED: tl.constexpr):
-    """Both halves of a head."""
+def _write(target, a, b, inside, scales, APART: tl.constexpr, SCALED: tl.constexpr):
+    """Both halves of a head, so far apart."""
     if SCALED:
         scale = tl.load(scales) + tl.zeros(a.shape, tl.float32)
         tl.store(target, e4m3(tl.div_rn(a.to(tl.float32), scale)), mask=inside)
-        tl.store(target + D // 2, e4m3(tl.div_rn(b.to(tl.float32), scale)), mask=inside)
+        tl.store(target + APART, e4m3(tl.div_rn(b.to(tl.float32), scale)), mask=inside)
     else:
         tl.store(target, a, mask=inside)
-        tl.store(target + D // 2, b, mask=inside)
+        tl.store(target + APART, b, mask=inside)
 
 
 @triton.jit
@@ -74,15 +74,17 @@ def _rotate_and_store(
         b = (b * c + a * s).to(dtype)
         a = rotated
     if head < H:
-        _write(source + place, a, b, inside, scales, D, False)
+        _write(source + place, a, b, inside, scales, D // 2, False)
     else:
         row = tl.load(row_G + group)
         page = tl.load(table + row * PAGES + position // PAGE).to(tl.int64)
-        slot = page * (K * PAGE * D) + (head - H) % K * (PAGE * D) + (position % PAGE) * D + place
+        begin, line = page * (K * PAGE * D) + (head - H) % K * (PAGE * D), position % PAGE
         if head < H + K:
-            _write(keys + slot, a, b, inside, scales, D, SCALED)
+            _write(keys + begin + line * D + place, a, b, inside, scales, D // 2, SCALED)
+        elif SCALED:
+            _write(values + begin + place * PAGE + line, a, b, inside, scales + 1, D // 2 * PAGE, SCALED)
         else:
-            _write(values + slot, a, b, inside, scales + 1, D, SCALED)
+            _write(values + begin + line * D + place, a, b, inside, scales, D // 2, SCALED)
 
 
 def rotate_and_store(

@@ -52,7 +52,17 @@ class Kv(NamedTuple):
 
     pages_2_X_K_S_D: Tensor
     scales_2: Tensor | None = None
-    """Of keys and of values, where pages hold E4M3 numbers."""
+    """Of keys and of values, where pages hold E4M3 numbers. Values then lie by channels in a page, as D by S: products
+    read their numbers along the sum, and single bytes cannot be turned on the way."""
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Views of keys and of values, both by tokens and channels."""
+        keys_X_K_S_D, values_X_K_S_D = self.pages_2_X_K_S_D
+        if self.scales_2 is not None:
+            pages, heads, tokens, dim = values_X_K_S_D.shape
+            values_X_K_S_D = values_X_K_S_D.view(pages, heads, dim, tokens).transpose(2, 3)
+        return keys_X_K_S_D, values_X_K_S_D
 
 
 class Codes(NamedTuple):

@@ -48,7 +48,7 @@ def rotate_and_store(
     size = kv.pages_2_X_K_S_D.shape[3]
     row_T, place_T = queries.row_G.repeat_interleave(queries.width)[real_T], position_T[real_T]
     page_T = queries.table_N_P[row_T, place_T // size]
-    for kind, (pages, part) in enumerate(zip(kv.pages_2_X_K_S_D, parts[1:], strict=True)):
+    for kind, (pages, part) in enumerate(zip(kv.parts, parts[1:], strict=True)):
         real = part[real_T]
         if kv.scales_2 is not None:  # as bytes, because torch cannot scatter FP8 everywhere
             real, pages = to_e4m3(real.float() / kv.scales_2[kind]).view(torch.uint8), pages.view(torch.uint8)
@@ -61,7 +61,7 @@ def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Ten
     size = kv.pages_2_X_K_S_D.shape[3]
     pages = -(-int((queries.start_G + queries.count_G).max()) // size)
     table_G_P = queries.table_N_P[queries.row_G, :pages]
-    k_G_K_L_D, v_G_K_L_D = (held[table_G_P].transpose(1, 2).flatten(2, 3).float() for held in kv.pages_2_X_K_S_D)
+    k_G_K_L_D, v_G_K_L_D = (held[table_G_P].transpose(1, 2).flatten(2, 3).float() for held in kv.parts)
     if kv.scales_2 is not None:
         k_G_K_L_D, v_G_K_L_D = k_G_K_L_D * kv.scales_2[0], v_G_K_L_D * kv.scales_2[1]
     seen_G_1_W_L = (torch.arange(pages * size, device=qkv_T_X.device) <= position_T[:, None]).view(groups, 1, width, -1)
