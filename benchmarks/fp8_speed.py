@@ -107,7 +107,12 @@ def make(name: str, model: Path, precision: str, cases: Sequence[Case], argument
         )
         return build_native(model, settings, NoDrafter(), name=name, precision=precision)
     settings = VllmEngine(
-        max_batch=batch, max_length=length, memory=memory, prefill_chunk=max(chunk, 8192), reproducible=False
+        max_batch=batch,
+        max_length=length,
+        memory=memory,
+        gpu_cache_gib=arguments.cache_gib,
+        prefill_chunk=max(chunk, 8192),
+        reproducible=False,
     )
     return build_vllm(model, settings, NoDrafter(), name=name, precision=precision)
 
@@ -169,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--long", type=int, nargs=2, default=(24, 16384), metavar=("BATCH", "TOKENS"))
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--memory", type=float, default=0.85)
+    parser.add_argument("--cache-gib", type=float, default=0.0, help="of vLLM's keys and values, instead of --memory")
     parser.add_argument("--prefill-chunk", type=int, default=4096)
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)
