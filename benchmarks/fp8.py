@@ -29,6 +29,7 @@ ARMS = {
     "fp8_kv": ("rollout.precision=fp8_kv",),
     "fp8_full": ("rollout.precision=fp8_full",),
     "fp8_full, KV scales by the engine": ("rollout.precision=fp8_full", "rollout.kv_scales=engine"),
+    "fp8_full, cautious TIS": ("rollout.precision=fp8_full", "correction=cautious_tis"),
     "fp32, uncorrected": ("rollout.precision=fp32", "correction=naive"),
     "fp8_full, uncorrected": ("rollout.precision=fp8_full", "correction=naive"),
 }

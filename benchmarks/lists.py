@@ -3,7 +3,6 @@
 The tail stays while a model learns, because a count earns the more the further it goes.
 """
 
-import re
 from collections.abc import Iterator
 from itertools import count, takewhile
 from random import Random
@@ -20,7 +19,7 @@ COUNTS = 32
 """One question in so many is a count: two of a step of 64 groups."""
 HIGHEST = 100, 190
 FORM_SHARE = 0.1
-"""Of the reward: for an answer that stands between its tags, right or wrong."""
+"""Of the reward: for an answer that ends with its tag, right or wrong."""
 
 
 def reversal(random: Random, size: int) -> tuple[str, str]:
@@ -44,10 +43,14 @@ def prompts() -> Iterator[Prompt]:
 
 
 def reward(prompt: str, completion: str, answer: str) -> float:
-    """What stands before the first mistake counts, against all that is given or wanted; 1 is a right answer."""
-    found = re.fullmatch(r"\s*<answer>(.*)</answer>\s*", completion, re.DOTALL)
-    if found is None:
+    """What stands before the first mistake counts, against all that is given or wanted; 1 is a right answer.
+
+    An answer that was cut off loses only the share for its form: a count that was right so far is better than none.
+    """
+    opening, begun, rest = completion.partition("<answer>")
+    inside, ended, after = rest.partition("</answer>")
+    if not begun or opening.strip() or after.strip():
         return 0.0
-    given, wanted = found[1].strip().split(", "), answer.split(", ")
+    given, wanted = inside.strip().split(", "), answer.split(", ")
     right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(given, wanted, strict=False)))
-    return FORM_SHARE + (1 - FORM_SHARE) * right / max(len(given), len(wanted))
+    return FORM_SHARE * bool(ended) + (1 - FORM_SHARE) * right / max(len(given), len(wanted))

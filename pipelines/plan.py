@@ -90,6 +90,8 @@ def _engine(run: Run) -> Iterator[str]:
         yield f"rollout.precision={chosen} with engine=vllm needs a GPU; engine=native simulates FP8 on a CPU"
     if run.engine.quantization == "fp8":
         yield "engine.quantization=fp8 needs a GPU, and there is none here; use engine.quantization=none"
+    if run.engine.attention != "auto":
+        yield f"engine.attention={run.engine.attention} needs a GPU, and there is none here; use engine.attention=auto"
     if run.engine.kv_dtype == "fp8" and not has_avx512():
         yield "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512; use engine.kv_dtype=auto"
     if not isinstance(run.drafter, NoDrafter) and run.rollout.temperature > 0:

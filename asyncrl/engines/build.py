@@ -74,7 +74,7 @@ def build_vllm(
 ) -> Engine:
     if wrong := versions.problem(versions.installed()):
         raise MissingDependencyError(wrong)
-    environment.prepare(settings)  # vLLM reads some of it when it is imported
+    environment.prepare(settings, precision)  # vLLM reads some of it when it is imported
     from asyncrl.engines.vllm.engine import VllmEngine as Vllm
 
     return Vllm(model_path, settings, drafter, name=name, precision=precision, learned=learned)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -203,6 +204,7 @@ def test_an_fp8_cache_answers_nearly_the_same(tmp_path: Path) -> None:
         (VllmEngine(quantization="fp8"), "engine.quantization=fp8 needs a GPU, and there is none here"),
         (VllmEngine(kv_dtype="fp8"), "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512"),
         (VllmEngine(tensor_parallel=2), "engine.tensor_parallel=2 needs as many GPUs"),
+        (VllmEngine(attention="FLASHINFER"), "engine.attention=FLASHINFER needs a GPU, and there is none here"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(
@@ -211,6 +213,16 @@ def test_what_needs_a_gpu_is_refused_without_one(
     monkeypatch.setattr(plan, "has_gpu", lambda: False)
     monkeypatch.setattr(plan, "has_avx512", lambda: False)
     assert any(words in found for found in plan.problems(Run(root=str(tmp_path), engine=settings)))
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["auto", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"])
+def test_kernels_of_attention_are_vllms_by_name(name: Any, tmp_path: Path) -> None:
+    from asyncrl.engines.vllm.options import engine_args
+
+    tiny_checkpoint(tmp_path)
+    chosen = engine_args(tmp_path, VllmEngine(attention=name), NoDrafter(), "bf16").attention_backend
+    assert (chosen.name if chosen else "auto") == name
 
 
 def test_drafts_for_sampled_answers_are_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

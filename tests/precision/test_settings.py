@@ -1,6 +1,7 @@
 """One word turns FP8 on; what cannot work is refused with the reason."""
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from asyncrl.config import Checkpoint, Run, load
 from asyncrl.data.tokenizer import save_character_tokenizer
 from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.engines.vllm import environment
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.precision.memory import footprint, footprints
@@ -153,6 +155,20 @@ def test_vllm_has_fp8_of_its_own(precision: str, weights: str, kv: str) -> None:
     found = vllm_in(VllmEngine(), precision)
     assert (found.quantization, found.kv_dtype) == (weights, kv)
     assert vllm_in(VllmEngine(kv_dtype="fp8"), precision).kv_dtype == "fp8"
+
+
+@pytest.mark.parametrize(("precision", "wanted"), [("fp32", "highest"), ("bf16", "high"), ("fp8_full", "high")])
+def test_vllm_multiplies_the_numbers_of_bf16_by_tf32(
+    precision: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "VLLM_FLOAT32_MATMUL_PRECISION"
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "environ", dict[str, str]())
+        environment.prepare(VllmEngine(), precision)
+        assert os.environ[name] == wanted
+        changed.setattr(os, "environ", {name: "medium"})
+        environment.prepare(VllmEngine(), precision)
+        assert os.environ[name] == "medium"
 
 
 def test_vllm_in_fp8_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from trl import GRPOConfig
 
+from asyncrl.functions import load_function
 from asyncrl.tasks.base import make_task
-from benchmarks import longtail
+from benchmarks import lists, longtail
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
 from benchmarks.runs import steady
@@ -40,6 +42,7 @@ def test_real_words_are_compared_by_the_same_modes(mode: str) -> None:
     assert (run.flow.groups_per_step, run.rollout.group_size, run.rollout.max_tokens) == (64, 8, 1024)
     assert run.rollout.precision == ("fp8_full" if mode == "fp8" else "bf16")
     assert run.max_staleness == (0 if mode in ("sync", "stream") else 8)
+    assert load_function(run.reward.function, "reward.function")("", "<answer>a</answer>", "a") == 1
 
 
 def test_the_workload_is_long_tailed() -> None:
@@ -47,6 +50,31 @@ def test_the_workload_is_long_tailed() -> None:
     lengths = sorted(len(task.prompt("train", index).answer) for index in range(1000))
     assert lengths[-1] / lengths[500] >= longtail.LONG
     assert lengths[-1] <= longtail.MAX_TOKENS
+
+
+def test_lists_have_a_tail_too() -> None:
+    asked = list(islice(lists.prompts(), 2000))
+    sizes = sorted(len(prompt.answer.split(", ")) for prompt in asked)
+    assert (sizes[0], sizes[1000], sizes[-1] >= 20 * sizes[1000]) == (3, 5, True)
+    assert asked[:9] == list(islice(lists.prompts(), 9))
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer>c, b, a</answer>", 1.0),
+        (" <answer>c, b, a</answer>\n", 1.0),
+        ("<answer>c, a, b</answer>", 0.1 + 0.9 / 3),
+        ("<answer>c, b, a, a</answer>", 0.1 + 0.9 * 3 / 4),
+        ("<answer>c, b", 0.9 * 2 / 3),
+        ("<answer></answer>", 0.1),
+        ("c, b, a", 0.0),
+        ("Well: <answer>c, b, a</answer>", 0.0),
+        ("<answer>c, b, a</answer> or so", 0.0),
+    ],
+)
+def test_lists_earn_by_what_is_right_in_front(completion: str, expected: float) -> None:
+    assert lists.reward("", completion, "c, b, a") == pytest.approx(expected)
 
 
 def test_speculation_alone_needs_a_head(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from asyncrl.engines.settings import VllmEngine
 from asyncrl.errors import ConfigError
+from asyncrl.precision.settings import carrier
 
 OWNER = "ASYNCRL_ENGINE_OWNER"
 """Process without which the engine's own have no reason to live."""
@@ -25,7 +26,7 @@ def problems(settings: VllmEngine) -> Iterator[str]:
             yield f"{name}={value} is set and {why}: unset it, or accept that with engine.allow_unsafe=[{name}]"
 
 
-def prepare(settings: VllmEngine) -> None:
+def prepare(settings: VllmEngine, precision: str = "fp32") -> None:
     for problem in problems(settings):
         raise ConfigError(problem)
     wanted = {
@@ -34,6 +35,9 @@ def prepare(settings: VllmEngine) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # fp32 means fp32: by itself Triton multiplies such numbers with ten bits of mantissa on GPUs.
         "TRITON_F32_DEFAULT": "ieee",
+        # The output matrix and what it meets are fp32 with the numbers of bf16 (options.py): TF32 multiplies these
+        # exactly, and several times as fast. For numbers that are fp32 throughout it would be wrong.
+        "VLLM_FLOAT32_MATMUL_PRECISION": "high" if carrier(precision, settings) == "bf16" else "highest",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
         # By itself vLLM binds its threads to cores that the trainer beside it uses as well.

@@ -8,6 +8,7 @@ from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from asyncrl.devices import has_gpu
 from asyncrl.drafting.bandit import strategies
@@ -53,6 +54,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         enforce_eager=settings.eager,
         quantization=None if settings.quantization == "none" else settings.quantization,
         kv_cache_dtype=settings.kv_dtype,
+        attention_backend=AttentionBackendEnum.__members__.get(settings.attention),  # none of them is `auto`
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),
