@@ -11,7 +11,8 @@
     speculation  + drafts by a head that follows the policy; without --head one is learned from the first run's answers
     fp8          + weights, activations, keys and values in FP8; left out where the engine has none
 
-Modes add up. Held-out accuracy is measured after the same number of samples, rates without the first steps.
+Modes add up. Held-out accuracy is measured after the same number of samples, rates without the first steps and the
+last, in which nothing is left to generate.
 `asyncrl.models.expand --same-vocabulary` makes BIG and BIGHEAD from a small trained pair: answers and acceptance are
 real, the cost is a big model's. Further settings are given as key=value and hold for all modes.
 """
@@ -136,7 +137,7 @@ def drafting(options: argparse.Namespace, root: Path, model: Path) -> list[str]:
 
 def measure(mode: str, directory: Path, summary: dict[str, Any], sync: float | None) -> Figures:
     lengths, learned = answers(directory)
-    pace = steady(directory)
+    pace = steady(directory, ends=1)
     return Figures(
         mode=mode,
         samples=summary["samples_trained"],

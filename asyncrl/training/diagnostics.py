@@ -1,6 +1,7 @@
 """How far the tokens of a step are off-policy. rho = pi / mu of each token, before any truncation.
 
     ess           (sum rho)^2 / (n sum rho^2)       1 on-policy; the share of the tokens that the step is worth
+    ess_used      the same of the weights as used   truncated, and 0 where rejected: a single absurd token does little
     mismatch_kl   mean(log mu - log pi)             k1, of either sign
     mismatch_k3   mean(rho - 1 - log rho)           never negative
     drift         mean((log rho)^2)                 what the correction's `max_drift` bounds
@@ -42,6 +43,7 @@ NOTHING = {
     "truncated_fraction": 0.0,
     "rejected_fraction": 0.0,
     "rejected_samples": 0.0,
+    "ess_used": 1.0,
 }
 
 
@@ -49,8 +51,8 @@ NOTHING = {
 class Observed:
     """One packed batch: columns per token and per sample."""
 
-    columns_4_L: Tensor
-    """log rho, age, truncated, rejected."""
+    columns_5_L: Tensor
+    """log rho, age, truncated, rejected, weight."""
     columns_3_S: Tensor
     """Sum of log rho, tokens, share of the tokens rejected."""
     precisions: list[str]
@@ -58,8 +60,9 @@ class Observed:
     @classmethod
     def of(cls, corrected: Corrected, samples: Samples, precisions: list[str]) -> "Observed":
         log_rho_L, rejected_L = corrected.log_rho_L, (~corrected.kept_L).float()
+        truncated_L, weight_L = corrected.truncated_L.float(), corrected.weight_L.float()
         return cls(
-            torch.stack([log_rho_L, samples.age_L.float(), corrected.truncated_L.float(), rejected_L]),
+            torch.stack([log_rho_L, samples.age_L.float(), truncated_L, rejected_L, weight_L]),
             torch.stack([samples.sum(log_rho_L), samples.lengths.float(), samples.mean(rejected_L)]),
             precisions,
         )
@@ -69,7 +72,7 @@ def figures(observed: Sequence[Observed]) -> dict[str, float]:
     """Of the whole step; those of an on-policy one when nothing was measured."""
     if not observed:
         return dict(NOTHING)
-    log_rho_L, _, truncated_L, rejected_L = torch.cat([part.columns_4_L for part in observed], dim=1)
+    log_rho_L, _, truncated_L, rejected_L, weight_L = torch.cat([part.columns_5_L for part in observed], dim=1)
     sum_S, length_S, rejected_S = torch.cat([part.columns_3_S for part in observed], dim=1)
     rho_L = log_rho_L.exp()
     squared = rho_L.square().mean()
@@ -93,6 +96,7 @@ def figures(observed: Sequence[Observed]) -> dict[str, float]:
             truncated_L.mean(),
             rejected_L.mean(),
             (rejected_S == 1).float().mean(),
+            weight_L.mean() ** 2 / weight_L.square().mean().clamp(min=1e-30),
         ]
     )
     return dict(zip(NOTHING, found.tolist(), strict=True))
@@ -102,7 +106,7 @@ def shares(observed: Sequence[Observed]) -> tuple[Share, ...]:
     """The same by token age, and by precision where a step has several."""
     if not observed:
         return ()
-    log_rho_L, age_L, _, _ = torch.cat([part.columns_4_L for part in observed], dim=1)
+    log_rho_L, age_L, *_ = torch.cat([part.columns_5_L for part in observed], dim=1)
     found = [_share("age", str(int(age)), log_rho_L[age_L == age]) for age in age_L.unique().tolist()]
     precisions = {name for part in observed for name in part.precisions}
     for name in sorted(precisions):
@@ -136,7 +140,7 @@ def most_off_policy(batches: Sequence[Ratios]) -> OffPolicy | None:
 
 def _of_precision(part: Observed, name: str) -> Tensor:
     chosen_S = torch.tensor([precision == name for precision in part.precisions], device=part.columns_3_S.device)
-    return part.columns_4_L[0][chosen_S.repeat_interleave(part.columns_3_S[1].long())]
+    return part.columns_5_L[0][chosen_S.repeat_interleave(part.columns_3_S[1].long())]
 
 
 def _share(by: str, value: str, log_rho_L: Tensor) -> Share:

@@ -32,7 +32,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 def of_all(ranks: Ranks, mine: Findings) -> Findings:
     """Everything added up, the same on every rank."""
-    observed = [(_packed(part.columns_4_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
+    observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
     message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed)
     told = [msgspec.msgpack.decode(found, type=_Message) for found in ranks.exchange(msgspec.msgpack.encode(message))]
     sums: dict[str, float] = {}
@@ -44,7 +44,7 @@ def of_all(ranks: Ranks, mine: Findings) -> Findings:
         fault=next((each.fault for each in told if each.fault), ""),
         sums=sums,
         observed=[
-            Observed(_unpacked(tokens, 4), _unpacked(samples, 3), precisions)
+            Observed(_unpacked(tokens, 5), _unpacked(samples, 3), precisions)
             for each in told
             for tokens, samples, precisions in each.observed
         ],

@@ -255,7 +255,7 @@ class Learner:
         return max(self._tokens if self._algorithm.aggregation == "token" else self._samples, 1) * (weight or 1.0)
 
     def _report(self, norm: float, found: dict[str, float]) -> StepReport:
-        measured = max(sum(part.columns_4_L.shape[1] for part in self._observed), 1)
+        measured = max(sum(part.columns_5_L.shape[1] for part in self._observed), 1)
         found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
         found |= {name: self._sums[name] / measured for name in ("entropy", "reference_kl") if name in self._sums}
         found |= {name: value for name, value in self._sums.items() if name.startswith("critic_")}

@@ -7,7 +7,7 @@ from asyncrl.algorithms.base import Samples
 from asyncrl.algorithms.corrections import Corrected
 from asyncrl.config import Sentinel
 from asyncrl.errors import DivergenceError, Fp8Error
-from asyncrl.training.diagnostics import Observed, shares
+from asyncrl.training.diagnostics import Observed, figures, shares
 from asyncrl.training.report import Share, StepReport
 from asyncrl.training.sentinel import Watch
 
@@ -68,3 +68,23 @@ def test_figures_by_precision() -> None:
         "fp32": (2, 0.1),
         "fp8_full": (3, 0.3),
     }
+
+
+@pytest.mark.parametrize(
+    ("kept", "used"),
+    [([True, True, True], 4**2 / (3 * 6)), ([True, True, False], 2**2 / (3 * 2)), ([False, False, False], 0.0)],
+)
+def test_one_absurd_token_does_little_to_the_weights_that_are_used(kept: list[bool], used: float) -> None:
+    """Ratios of 1, 1 and 20, truncated at 2; some of them rejected."""
+    log_rho_L, kept_L = torch.tensor([1.0, 1.0, 20.0]).log(), torch.tensor(kept)
+    corrected = Corrected(
+        weight_L=torch.tensor([1.0, 1.0, 2.0]) * kept_L,
+        proximal_logp_L=log_rho_L,
+        log_rho_L=log_rho_L,
+        truncated_L=torch.tensor([False, False, True]),
+        kept_L=kept_L,
+    )
+    samples = Samples(torch.zeros(3, dtype=torch.int64), 1, torch.zeros(3, dtype=torch.int64))
+    found = figures([Observed.of(corrected, samples, ["fp8_full"])])
+    assert found["ess"] == pytest.approx(22**2 / (3 * 402))
+    assert found["ess_used"] == pytest.approx(used)
