@@ -52,9 +52,7 @@ def _parts(run: Recorded) -> list[Chart]:
 
 def correction(run: Recorded) -> list[Chart]:
     charts = [
-        _lines(
-            run, "Effective sample size", {"ess": "ess"}, "ess", note="what a step's tokens are worth; 1 is on-policy"
-        ),
+        _lines(run, "Effective sample size", WORTH, "ess", note="what a step's tokens are worth; 1 is on-policy"),
         _lines(run, "Importance ratio", RATIOS, "pi / mu", note="trainer's probability over the engine's, by token"),
         _lines(run, "Mismatch", MISMATCH, "nats per token", from_zero=True),
         _lines(run, "Corrected tokens", CORRECTED, "share of tokens", percent=True, from_zero=True),
@@ -63,6 +61,7 @@ def correction(run: Recorded) -> list[Chart]:
     return [chart for chart in charts if chart["series"]]
 
 
+WORTH = {"ess": "of the ratios", "ess_used": "of the weights, as they are used"}
 RATIOS = {"rho_p1": "1st percentile", "rho_p50": "median", "rho_p99": "99th percentile"}
 MISMATCH = {"mismatch_abs": "mean |log pi - log mu|", "mismatch_k3": "k3"}
 CORRECTED = {"truncated_fraction": "truncated", "rejected_fraction": "rejected", "clip_fraction": "clipped by the loss"}
