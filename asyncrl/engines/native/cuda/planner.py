@@ -108,7 +108,7 @@ class Planner:
         fields.token_X[:rows] = np.where(source_N == NONE, known_N, -1 - source_N)
         fields.token_X[rows:padded] = 0
         self._place_rows(fields, padded, position_N, ready_N)
-        fields.plain_X[:rows] = slots.uniforms[index_N, np.minimum(next_N, slots.limit[:rows] - 1)]
+        fields.plain_X[:rows] = slots.uniforms_of(Purpose.PLAIN, next_N[:, None])[:, 0]
         slots.computed[:rows][ready_N] += 1
         source_N[:] = np.where(ready_N, index_N, NONE)
         return int(ready_N.sum())
