@@ -26,6 +26,7 @@ from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_engine
+from asyncrl.engines.cooperative import turns
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.flow.gathering import gather_seconds
 from asyncrl.precision.settings import served_precision
@@ -115,6 +116,7 @@ class RolloutActor:
                     slot = Slot(ticket.group, sample)
                     sampling = self._sample(slot, prompt, tokens, known.get(slot, ()), ticket.deadline, unfinished)
                     tasks.create_task(self._activity.follow(slot, sampling))
+                await turns()  # all groups of a step at once would keep running answers from their next tokens
         if unfinished:
             await self._buffer.note(unfinished)
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.engines.native.slots import SlotTable
 from asyncrl.engines.settings import NativeEngine as Settings
-from tests.engines.driving import LONG, Answer, ask, collect_all, native, serving
+from tests.engines.driving import LONG, Answer, ask, collect_all, native, publishing, serving
 from tests.tiny_model import tiny_checkpoint
 
 ROWS, LENGTH, SIZE, PAGES = 5, 40, 8, 14
@@ -148,3 +149,76 @@ def test_rows_are_computed_again_when_one_that_lagged_has_just_ended() -> None:
     assert planner.recompute() == 8
     assert planner.prefill(fields) == 1
     assert (short.row, long.row, slots.computed[0]) == (-1, 0, 8)
+
+
+def _planner(waiting: deque[Job], rows: int) -> Planner:
+    return Planner(SlotTable(rows, 4 * PAGE), PageTable(rows, 4 * PAGE, 8 * rows), waiting, _ignore, tiles=1, tile=16)
+
+
+def _ignore(_: Copy) -> None: ...
+
+
+def test_rows_that_wait_for_a_prompt_go_on_sharing_it_after_an_update() -> None:
+    """The first has begun under the old weights and stays alone; of the others one computes the prompt for all."""
+    waiting = deque(Job(ask(f"{i}", LONG[:40], seed=i)) for i in range(4))
+    first, second, third, fourth = waiting
+    planner = _planner(waiting, 4)
+    fields = StepInputs(Sizes(4, 1, 4, 1, 16), Timeline(torch.device("cpu"))).next()
+    planner.admit()
+    assert planner.prefill(fields) == 1
+    planner.forget_prompts()
+    assert [job.leader for job in (first, second, third, fourth)] == [None, second, second, second]
+    tiles = 0
+    while used := planner.prefill(fields):
+        tiles += used
+    assert tiles == 2 + 3, "39 tokens are three tiles; the first row had one of them"
+
+
+def test_a_request_ahead_of_all_is_computed_before_those_that_lag() -> None:
+    waiting = deque(Job(ask(f"{i}", LONG[i : i + 40])) for i in range(2))
+    planner = _planner(waiting, 4)
+    fields = StepInputs(Sizes(4, 1, 4, 1, 16), Timeline(torch.device("cpu"))).next()
+    planner.admit()
+    planner.prefill(fields)
+    probe = Job(msgspec.structs.replace(ask("probe", LONG[:8]), ahead=True))
+    waiting.appendleft(probe)
+    planner.admit()
+    planner.prefill(fields)
+    assert fields.tile_row_J[0] == probe.row
+
+
+def test_an_update_in_the_middle_of_a_prompt_leaves_a_group_whole(path: Path, tmp_path: Path) -> None:
+    """Rows that had nothing before the update answer as if the new weights had always been there."""
+    other = tmp_path / "other"
+    tiny_checkpoint(other, seed=1)
+    requests = [ask(f"{i}", LONG[: PAGE + 20], seed=i, max_tokens=5) for i in range(6)]
+
+    def engine(model: Path) -> CudaEngine:
+        few = Settings(max_batch=8, max_length=4 * PAGE, prefill_chunk=16)
+        return CudaEngine(model, few, name="paged", device=torch.device("cpu"))
+
+    async def expected() -> list[Answer]:
+        async with serving(engine(other)) as fresh:
+            return await collect_all(fresh, requests)
+
+    async def updated() -> tuple[list[Answer], int]:
+        with publishing(other) as publish:
+            manifest = publish(1)
+            async with serving(engine(path)) as updates:
+                answering = asyncio.create_task(collect_all(updates, requests))
+                while not updates.stats().prefilled_tokens:  # noqa: ASYNC110  (it is counted in this very loop)
+                    await asyncio.sleep(0)
+                await updates.pause()
+                begun = updates.stats()
+                assert begun.generated_tokens == 0
+                assert begun.prefilled_tokens < PAGE
+                await updates.load_weights(manifest, "keep")
+                await updates.resume()
+                return await answering, updates.stats().prefilled_tokens
+
+    answers, prefilled = asyncio.run(updated())
+    for answer, reference in list(zip(answers, asyncio.run(expected()), strict=True))[1:]:
+        assert answer.versions == [1]
+        assert answer.tokens.tolist() == reference.tokens.tolist()
+        np.testing.assert_allclose(answer.logprobs, reference.logprobs, atol=1e-4)
+    assert prefilled == 2 * (PAGE + 19), "once for the row that had begun, once for the five others"

@@ -5,11 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.native.sampling import RowSettings, restrict, row_settings, sample, uniforms
+from asyncrl.engines.native.sampling import RowSettings, restrict, row_settings, sample, uniforms_at
+from asyncrl.types import Floats
 
 
 def settings_of(temperature: float, rows: int) -> RowSettings:
     return row_settings(np.full(rows, temperature, np.float32), np.zeros(rows, np.int64), np.ones(rows, np.float32))
+
+
+def uniforms(seed: int, count: int) -> Floats:
+    """The plain stream at positions 0 to count-1."""
+    return uniforms_at(np.array(seed % 2**64, np.uint64), np.arange(count))
 
 
 def test_uniforms_are_uniform_and_independent() -> None:

@@ -11,7 +11,7 @@ from asyncrl.drafting.tapping import RolloutTap
 from asyncrl.engines.native.cache import KvCache
 from asyncrl.engines.native.layout import decoding_tensors, store_by_columns
 from asyncrl.engines.native.published import Receiver, load_adapters, load_published, not_in_fp8
-from asyncrl.engines.native.sampling import Column, sample
+from asyncrl.engines.native.sampling import Column, Purpose, sample
 from asyncrl.engines.native.scheduler import Step
 from asyncrl.engines.native.slots import Ended, SlotTable
 from asyncrl.engines.native.tapping import Watch, watch
@@ -101,7 +101,7 @@ class Decoding(NamedTuple):
         policy, slots = self.policy, self.slots
         rows = slots.count
         states = self.target(step)
-        uniform_N_1 = torch.from_numpy(slots.uniforms[slots.index[:rows], step.end_N, None])
+        uniform_N_1 = torch.from_numpy(slots.uniforms_of(Purpose.PLAIN, step.end_N[:, None]))
         token_N_1, logprob_N_1 = sample(policy.logits(states.hidden_T_E[:rows]), slots.settings(), uniform_N_1)
         logprob_N = logprob_N_1.numpy()[:, 0]
         sampled, ended = slots.record(step.end_N, token_N_1.numpy()[:, 0], logprob_N)

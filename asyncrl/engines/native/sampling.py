@@ -74,11 +74,6 @@ def uniforms_at(start: Column, position: Column) -> npt.NDArray[np.float32]:
     return ((mixed >> _TO_24_BITS) + _ONE).astype(np.float32) * _UNIT
 
 
-def uniforms(seed: int, count: int) -> npt.NDArray[np.float32]:
-    """The plain stream at positions 0 to count-1."""
-    return uniforms_at(np.array(seed % 2**64, np.uint64), np.arange(count))
-
-
 def sample(logits_N_V: Tensor, rows: RowSettings, uniform_N_1: Tensor) -> tuple[Tensor, Tensor]:
     """Token ids and their log-probabilities under the distribution really sampled from, both N_1.
 

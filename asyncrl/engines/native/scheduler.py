@@ -112,7 +112,7 @@ class Scheduler:
 
     def _enter(self, job: Job) -> None:
         job.leader = self._leaders.setdefault(job.request.tokens, job)
-        self._lagging.append(job)
+        self._lagging.insert(0 if job.request.ahead else len(self._lagging), job)
 
     def _chunks(self) -> list[Chunk]:
         """Extra tokens of rows that lag, first come first served, within the budget."""

@@ -19,7 +19,6 @@ from asyncrl.engines.native.sampling import (
     RowSettings,
     row_settings,
     stream_starts,
-    uniforms,
     uniforms_at,
 )
 from asyncrl.engines.native.speculation.drafts import DraftTable
@@ -46,7 +45,6 @@ class SlotTable:
         # Zeroed pages cost no memory before they are touched, so the widest row is reserved at once.
         self.tokens = np.zeros((rows, length + spare), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
-        self.uniforms = np.zeros((rows, length), np.float32)
         self._integers = np.zeros((8, rows), np.int64)
         self.known, self.computed, self.segment, self.limit, self._top_k = self._integers[:5]
         self.head_from, self.head_computed, self._begin = self._integers[5:]
@@ -77,8 +75,8 @@ class SlotTable:
         self.tokens[row, :length] = request.tokens
         self.known[row], self.computed[row], self.segment[row] = length, 0, length
         begin = self._begin[row] = length - request.resumed
-        limit = self.limit[row] = min(begin + sampling.max_tokens, self._max_length)
-        self.uniforms[row, begin:limit] = uniforms(request.seed, limit - begin)
+        self.limit[row] = min(begin + sampling.max_tokens, self._max_length)
+        self._starts[Purpose.PLAIN, row] = request.seed % 2**64
         self._place_sampling(row, sampling)
         self._settings = None
         if self.drafts is not None:
@@ -97,15 +95,13 @@ class SlotTable:
         length = self.known[last]
         self.tokens[row, :length] = self.tokens[last, :length]
         self.logprobs[row, :length] = self.logprobs[last, :length]
-        limit = self.limit[last]
-        self.uniforms[row, length:limit] = self.uniforms[last, length:limit]
         self._integers[:, row] = self._integers[:, last]
+        self._starts[:, row] = self._starts[:, last]
         self._reals[:, row] = self._reals[:, last]
         self._plain[row] = self._plain[last]
         self._stop[row] = self._stop[last]
         if self.drafts is not None:
             self.drafts.move(last, row)
-            self._starts[:, row] = self._starts[:, last]
 
     def share_prompt(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of a row were copied from another."""

@@ -127,10 +127,9 @@ class CudaEngine(RowEngine):
     ) -> tuple[str, Mark]:
         """Published tensors into those held, between two steps. Steps that follow need not wait until it is done."""
         agree(fp8, manifest, receiver)
-        # In a thread, and so on another stream: decoding goes on while the published bytes are checked.
-        digest = await asyncio.to_thread(weights.verify, manifest, held, receiver)
-        scales = await asyncio.to_thread(fp8.kv_scales, manifest, receiver) if fp8 is not None else ()
-        update = await asyncio.to_thread(weights.Update, manifest, held, self._device)
+        # In a thread, and so on another stream: decoding goes on while the published bytes are checked. In one call,
+        # because to come back from a thread takes turns of the loop, and steps with them.
+        digest, scales, update = await asyncio.to_thread(weights.check, manifest, held, receiver, self._device, fp8)
         self._require_serving(what)
         with self._timeline.work():
             if fp8 is not None:

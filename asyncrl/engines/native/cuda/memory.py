@@ -42,7 +42,8 @@ class KvMemory:
 
     def copy(self, copy: Copy) -> None:
         for pages in (self._pages, self._head_pages):
-            pages[:, :, copy.target].copy_(pages[:, :, copy.source])
+            if len(pages):
+                pages[:, :, copy.target].copy_(pages[:, :, copy.source])
 
     def rescale(self, given: tuple[LayerScales, ...]) -> None:
         """Use these from now on, also for what is stored already."""

@@ -76,7 +76,8 @@ class Planner:
         """Fill in tiles for rows that lag, first come first served, and return how many."""
         slots, used = self._slots, 0
         before = slots.computed.copy()
-        self._lagging = [job for job in self._lagging if job.row >= 0 and self._lag(job) > 1]
+        behind = (self._next() - before[: slots.count]).tolist()
+        self._lagging = [job for job in self._lagging if job.row >= 0 and behind[job.row] > 1]
         for job in self._lagging:
             if used == self._tiles:
                 break
@@ -107,7 +108,7 @@ class Planner:
         fields.token_X[:rows] = np.where(source_N == NONE, known_N, -1 - source_N)
         fields.token_X[rows:padded] = 0
         self._place_rows(fields, padded, position_N, ready_N)
-        fields.plain_X[:rows] = slots.uniforms[index_N, np.minimum(next_N, slots.limit[:rows] - 1)]
+        fields.plain_X[:rows] = slots.uniforms_of(Purpose.PLAIN, next_N[:, None])[:, 0]
         slots.computed[:rows][ready_N] += 1
         source_N[:] = np.where(ready_N, index_N, NONE)
         return int(ready_N.sum())
@@ -174,23 +175,27 @@ class Planner:
         self._slots.remove_last_into(row)
 
     def forget_prompts(self) -> None:
-        """After a weight update, keys and values computed before it must not be shared with new jobs."""
+        """After a weight update, keys and values computed before it must not be shared with new jobs.
+
+        Rows that have none yet go on sharing, behind the first of them: else each would compute the prompt for itself.
+        """
         self._leaders.clear()
-        for job in self._slots.jobs:
-            job.leader = None
+        for job in sorted(self._slots.jobs, key=self._ages.__getitem__):
+            job.leader = self._leaders.setdefault(job.request.tokens, job) if self._empty(job) else None
 
     def recompute(self) -> int:
         """Let every row prefill again what it had computed; returns how many tokens that is."""
         again = int(self._slots.computed[: self._slots.count].sum())
-        for job in sorted(self._slots.jobs, key=self._ages.__getitem__):
+        for job in self._slots.jobs:
             self._evict(job)
-            job.leader = self._leaders.setdefault(job.request.tokens, job)
+        self.forget_prompts()
         return again
 
     def _enter(self, job: Job) -> None:
-        self._ages[job] = next(self._clock)
+        age, ahead = next(self._clock), job.request.ahead
+        self._ages[job] = -age if ahead else age
         job.leader = self._leaders.setdefault(job.request.tokens, job)
-        self._lagging.append(job)
+        self._lagging.insert(0 if ahead else len(self._lagging), job)
 
     def _next(self) -> Column:
         """Index of the token that each row samples next."""
@@ -213,9 +218,6 @@ class Planner:
         fields.count_N[rows:padded] = 0
         fields.temperature_N[:rows] = self._slots.temperature[:rows]
         fields.table_N_P[:rows] = self._pages.table[:rows]
-
-    def _lag(self, job: Job) -> int:
-        return self._end(job.row) - int(self._slots.computed[job.row])
 
     def _leader(self, job: Job) -> Job | None:
         """Whose prompt the row takes over, if it has nothing yet."""

@@ -11,11 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.engines.native.cuda.fp8 import Fp8Serving
 from asyncrl.engines.native.cuda.pages import pages_of
 from asyncrl.engines.native.published import Receiver, check_fit
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.config import ModelConfig
+from asyncrl.precision.kv_scales import LayerScales
 from asyncrl.types import WeightManifest
 from asyncrl.weights.transport import digest_published, published, read_published
 
@@ -37,6 +39,24 @@ def verify(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver
             f"{manifest.digest}; {receiver.kept} is kept, publish again"
         )
     return digest
+
+
+class Checked(NamedTuple):
+    """A publication that may be loaded."""
+
+    digest: str
+    scales: tuple[LayerScales, ...]
+    """Of keys and values in FP8."""
+    update: "Update"
+
+
+def check(
+    manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver, device: torch.device, fp8: Fp8Serving | None
+) -> Checked:
+    """All that can be done before decoding has to stop."""
+    digest = verify(manifest, held, receiver)
+    scales = fp8.kv_scales(manifest, receiver) if fp8 is not None else ()
+    return Checked(digest, scales, Update(manifest, held, device))
 
 
 class Pair(NamedTuple):
