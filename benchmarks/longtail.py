@@ -40,7 +40,8 @@ LISTS = Path(__file__).parent / "lists.py"
 WORDS = (
     *("task=python", f"task.function={LISTS}:prompts", f"reward.function={LISTS}:reward"),
     *("rollout.group_size=8", "rollout.max_tokens=1024", "engine.max_length=1536", "engine.max_batch=1024"),
-    *("engine.memory=0.3", "trainer.token_budget=65536", "evaluation.prompts=1024", "correction=cautious_tis"),
+    *("engine.memory=0.3", "engine.prefill_chunk=4096", "trainer.token_budget=65536", "correction=cautious_tis"),
+    "evaluation.prompts=1024",
     "rollout.fp8.allow_kv_without_qk_norm=true",
 )
 """Most answers are a few words, and some are long counts."""
