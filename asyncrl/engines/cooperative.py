@@ -133,8 +133,10 @@ class CooperativeEngine(RequestSide[Job]):
             self._busy_seconds += ended - began
             self._steps += 1
             due += self._pace_seconds
-            await turns(TURNS - 1)
-            await asyncio.sleep(max(0.0, due - perf_counter()))
+            if due > ended:
+                await asyncio.sleep(due - ended)
+            else:
+                await turns()
 
     def _signal(self) -> None:
         if self._jobs and not self._paused:
