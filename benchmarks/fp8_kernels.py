@@ -4,7 +4,7 @@
 
 Microseconds, in captured graphs, of the four products of a layer and of attention over pages. For a product: bf16 by
 cuBLAS, ours with each tile, cuBLAS in FP8. The best tile is what `TILES` of `cuda/kernels/fp8_product.py` should have;
-the same goes for the plans of attention and `PLANS` of `attention.py`. `--short` is a batch of rows with little text.
+the same goes for the plans of attention and `PLAN` of `attention.py`. `--short` is a batch of rows with little text.
 """
 
 import argparse

@@ -21,9 +21,9 @@ TURNS = 4
 """Of the event loop from one step to the next."""
 
 
-async def turns(count: int = TURNS) -> None:
-    """Let the others go on; with `TURNS`, an engine that has work takes a step."""
-    for _ in range(count):
+async def turns() -> None:
+    """Let the others go on. An engine that has work, and keeps no pace, takes a step meanwhile."""
+    for _ in range(TURNS):
         await asyncio.sleep(0)
 
 

@@ -33,8 +33,8 @@ class Plan(NamedTuple):
     """Of a thread of such a program, at most: with 128, four programs of four warps fit on a multiprocessor."""
 
 
-PLANS = {False: Plan(512, 4, 3), True: Plan(512, 4, 3)}
-"""By whether pages are in FP8: those are read in half the time. `benchmarks.fp8_kernels` compares others."""
+PLAN = Plan(512, 4, 3)
+"""The same for pages in bf16 and in FP8; `benchmarks.fp8_kernels` compares others."""
 
 
 @triton.jit
@@ -188,9 +188,8 @@ def splits_for(groups: int, kv_heads: int, programs: int) -> int:
     return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
-def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Tensor, plan: Plan | None = None) -> None:
+def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Tensor, plan: Plan = PLAN) -> None:
     pages, scales = kv
-    plan = plan or PLANS[scales is not None]
     splits = splits_for(queries.groups, heads.keys, plan.programs)
     block_d = max(16, triton.next_power_of_2(heads.dim))
     block_m = max(16, triton.next_power_of_2(queries.width * heads.group))
