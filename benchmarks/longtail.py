@@ -232,7 +232,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--frozen-head", action="store_true", help="do not train it along")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--groups", type=int, help="groups of a step; 32, and 64 with --words")
-    parser.add_argument("--staleness", type=int, default=8, help="versions that an answer may take")
+    parser.add_argument("--staleness", type=int, help="versions that an answer may take; 8, and 12 with --words")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start", type=int, default=800, metavar="N", help="supervised steps without --model")
@@ -240,6 +240,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     options = parser.parse_intermixed_args(words)
     options.groups = options.groups or (64 if options.words else 32)
+    options.staleness = options.staleness or (12 if options.words else 8)
     if options.modes[0] in ("speculation", "fp8") and options.head is None and options.drafter != "ngram":
         parser.error("a head is learned from the mode before speculation: add one to --modes, or give --head")
     return options

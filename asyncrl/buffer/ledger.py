@@ -278,8 +278,8 @@ class Book:
         return lease
 
     def _soon_ready(self) -> int:
-        """Complete groups, and those begun with the present version; what was begun before is a straggler."""
-        young = takewhile(lambda group: self.waiting[group].version == self.version, reversed(self.waiting))
+        """Complete groups, and those begun with this version or the one before; what is older is a straggler."""
+        young = takewhile(lambda group: self.waiting[group].version >= self.version - 1, reversed(self.waiting))
         return self.num_complete + sum(not self.complete(group) for group in young)
 
     def _can_pass(self, due: Counter[int], expiry: int, chosen: int) -> bool:

@@ -39,8 +39,8 @@ class Adaptive(Settings, frozen=True, kw_only=True):
 
     on: bool = True
     """Off: always the drafter's own `tokens`, `top_k` and `verify`."""
-    ranges: tuple[Positive, ...] = (1, 3, 5, 9, 17, 33, 65, 129)
-    """First batch size of each range."""
+    ranges: tuple[Positive, ...] = (1, 3, 5, 9, 17, 33, 65, 129, 257, 513)
+    """First batch size of each range. What pays is compared within one, so a range should not be wide."""
     strategies: tuple[Strategy, ...] = ()
     """What to choose from, besides plain decoding; empty: chains of 1 to `tokens`, doubling."""
     epsilon: Fraction = 0.02

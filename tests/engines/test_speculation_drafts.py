@@ -37,7 +37,7 @@ Drafting = Callable[[list[int]], list[list[int]]]
 
 
 def test_lookup_by_hand() -> None:
-    group, one, other = Group(2, 3), list[int](), list[int]()
+    group, one, other = Group([], 2, 3), list[int](), list[int]()
     group.extend(one, [1, 2, 3, 4, 5, 1, 2])
     assert group.draft(one, 2) == [3, 4]
     assert group.draft(one, 9) == [3, 4, 5, 1, 2, 3, 4, 5, 1], "where the text ends, the lookup goes on"
@@ -48,6 +48,16 @@ def test_lookup_by_hand() -> None:
     group.extend(one, [3])
     assert group.draft(one, 1) == [4], "a longer run counts more than a newer one"
     assert group.draft([9, 9], 3) == []
+
+
+def test_the_prompt_is_known_to_all_answers_and_does_not_hide_newer_ones() -> None:
+    group = Group([1, 2, 3, 1, 2], 2, 3)
+    first = group.text()
+    assert group.draft(first, 2) == [3, 1]
+    group.extend(first, [7])
+    second = group.text()
+    assert second == [1, 2, 3, 1, 2]
+    assert group.draft(second, 1) == [7], "what the first answer went on with"
 
 
 def test_a_tree_by_hand() -> None:

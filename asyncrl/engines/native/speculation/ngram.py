@@ -1,10 +1,11 @@
 """Drafts by lookup: what followed the last few tokens earlier in the same text, or in an answer to the same prompt.
 
 All texts with the same prompt share one index from runs of tokens to the place behind their newest occurrence. A run
-is indexed when the token behind it is known, so a text does not find its own end.
+is indexed when the token behind it is known, so a text does not find its own end. The prompt is indexed once for all.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,11 +25,17 @@ Place = tuple[list[int], int]
 class Group:
     """The texts with one prompt."""
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, prompt: Sequence[int], shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
         self._behind: dict[tuple[int, ...], Place] = {}
+        self._prompt: list[int] = []
+        self.extend(self._prompt, prompt)
 
-    def extend(self, text: list[int], tokens: list[int]) -> None:
+    def text(self) -> list[int]:
+        """Of a new answer."""
+        return self._prompt.copy()
+
+    def extend(self, text: list[int], tokens: Sequence[int]) -> None:
         """Append to a text of the group."""
         for token in tokens:
             end = len(text)
@@ -82,8 +89,8 @@ class Ngram:
 
     def _begin(self, job: Job) -> tuple[Group, list[int]]:
         prompt = job.request.tokens[: len(job.request.tokens) - job.request.resumed]
-        group = self._groups.pop(prompt, None) or Group(self._settings.min_match, self._settings.max_match)
+        group = self._groups.pop(prompt, None) or Group(prompt, self._settings.min_match, self._settings.max_match)
         self._groups[prompt] = group
         if len(self._groups) > _GROUPS:
             self._groups.popitem(last=False)
-        return group, []
+        return group, group.text()
