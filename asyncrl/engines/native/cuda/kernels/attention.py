@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.page_steps import load, over_pages
+from asyncrl.engines.native.cuda.kernels.page_steps import load, nothing, over_pages
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kv, Queries
 
 MOST_SPLITS = 32
@@ -60,6 +60,29 @@ def _group(row_G, start_G, count_G, group, LAST: tl.constexpr):
 
 
 @triton.jit
+def _share(start, count, split, PAGE: tl.constexpr, SPLITS: tl.constexpr):
+    """The pages of a program: from the first to the last, and up to which all queries see them to their end.
+
+    Most are seen so, and masks cost more there than products.
+    """
+    pages = tl.where(count > 0, tl.cdiv(start + count, PAGE), 0)
+    each = tl.cdiv(pages, SPLITS)
+    first, last = split * each, tl.minimum((split + 1) * each, pages)
+    return first, tl.minimum(tl.maximum((start + 1) // PAGE, first), last), last
+
+
+@triton.jit
+def _mean(state, value_scale, SCALED: tl.constexpr, PAIRS: tl.constexpr):
+    """Of the values, and what it weighs."""
+    total, odd, weight, highest = state
+    if PAIRS:
+        total = tl.interleave(total, odd)
+    weight = tl.sum(weight, 1)
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None] * (tl.load(value_scale) if SCALED else 1.0)
+    return total, weight, highest
+
+
+@triton.jit
 def _attend(
     queries,
     keys,
@@ -94,9 +117,7 @@ def _attend(
     group, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     SHARE: tl.constexpr = H // K
     row, start, count = _group(row_G, start_G, count_G, group, LAST)
-    pages = tl.where(count > 0, tl.cdiv(start + count, PAGE), 0)
-    each = tl.cdiv(pages, SPLITS)
-    first, last = split * each, tl.minimum((split + 1) * each, pages)
+    first, seen, last = _share(start, count, split, PAGE, SPLITS)
     index_m, place_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     column = index_m // SHARE
     inside_d = (place_d < D)[None, :]
@@ -106,24 +127,15 @@ def _attend(
     q = load(source, (column < count)[:, None] & inside_d, False, SCALED)
     heat = SCALE * 1.4426950408889634 * (tl.load(key_scale) if SCALED else 1.0)
     PAIRS: tl.constexpr = SCALED and not BY_CHANNELS
-    total = tl.zeros([BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D], tl.float32)
-    weight, highest = tl.zeros([BLOCK_M, PAGE], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
-    state = total, total, weight, highest
+    state = nothing(BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D, PAGE)
     k, v, line = keys + head * HEAD, values + head * HEAD, table + row * PAGES
-    reach, length = start + column, start + count
-    # Most pages are seen by all queries, to their end: masks cost more there than products.
-    seen = tl.minimum(tl.maximum((start + 1) // PAGE, first), last)
     for MASKED in tl.static_range(2):
         begin, end = (seen, last) if MASKED else (first, seen)
         state = over_pages(
-            *(state, q, heat, k, v, line, begin, end, reach, length),
+            *(state, q, heat, k, v, line, begin, end, start + column, start + count),
             *(STRIDE, TOKEN, PAGE, D, BLOCK_D, PRECISION, SCALED, BY_CHANNELS, MASKED),
         )
-    total, odd, weight, highest = state
-    if PAIRS:
-        total = tl.interleave(total, odd)
-    weight = tl.sum(weight, 1)
-    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None] * (tl.load(value_scale) if SCALED else 1.0)
+    total, weight, highest = _mean(state, value_scale, SCALED, PAIRS)
     total = tl.where((column < count)[:, None], total, 0.0)
     written = index_m < width * SHARE
     slot = (token * H + query_head) * SPLITS + split

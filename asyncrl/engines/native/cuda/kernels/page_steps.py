@@ -76,6 +76,13 @@ def _load_page(
 
 
 @triton.jit
+def nothing(M: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """The state before the first page: sums of values and of weights, and the highest score."""
+    total = tl.zeros([M, D], tl.float32)
+    return total, total, tl.zeros([M, PAGE], tl.float32), tl.full([M], float("-inf"), tl.float32)
+
+
+@triton.jit
 def over_pages(
     state,
     q,
