@@ -99,17 +99,30 @@ def attention(shape: str, rows: int, context: int) -> None:
     out: Tensor = qkv.new_empty(rows, heads.queries * heads.dim)
     pages = torch.randn(2, rows * each, heads.keys, PAGE, heads.dim, device="cuda", dtype=torch.bfloat16)
     narrow = Kv(pages.to(torch.float8_e4m3fn), torch.ones(2, device="cuda"))
-    for kind, kv, size in (("bf16", Kv(pages), 2), ("FP8", narrow, 1)):
+    # As vLLM holds them: the keys and values of a token side by side.
+    joined = torch.cat([pages[0], pages[1]], -1)
+    joined_narrow = joined.to(torch.float8_e4m3fn)
+    scales = torch.ones(2, device="cuda").unbind()
+    rest = integers_3_N[1] + 1, table_N_P, heads.dim**-0.5, out.view(rows, heads.queries, heads.dim)
+    query = qkv.view(rows, heads.all, heads.dim)[:, : heads.queries]
+    launches: dict[tuple[str, str, int], Callable[[kernel.Plan], None]] = {
+        ("bf16", "our pages", 2): partial(kernel.attend, qkv, Kv(pages), heads, queries, out),
+        ("FP8", "our pages", 1): partial(kernel.attend, qkv, narrow, heads, queries, out),
+        ("bf16", "vLLM's pages", 2): partial(kernel.attend_last, query, joined, None, *rest),
+        ("FP8", "vLLM's pages", 1): partial(kernel.attend_last, query, joined_narrow, scales, *rest),
+    }
+    for (kind, whose, size), launch in launches.items():
         times = {
-            " x ".join(map(str, plan)): microseconds([partial(kernel.attend, qkv, kv, heads, queries, out, plan)])
+            " x ".join(map(str, plan)): microseconds([partial(launch, plan)])
             for plan in (kernel.Plan(*numbers) for numbers in PLANS[kind])
         }
         shown = sorted(times.items(), key=lambda pair: pair[1])
         rate = pages.numel() * size / shown[0][1] / 1e6
+        print(f"attention in {kind}, {whose}, {rows} rows of {context}, best {rate:.2f} TB/s; ", end="")
         print(
-            f"attention in {kind}, {rows} rows of {context}, best {rate:.2f} TB/s; programs x warps x stages x ", end=""
+            "programs x warps x stages x registers: " + ", ".join(f"{name} {time:.0f}" for name, time in shown),
+            flush=True,
         )
-        print("registers: " + ", ".join(f"{name} {time:.0f}" for name, time in shown), flush=True)
 
 
 def main() -> None:

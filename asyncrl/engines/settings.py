@@ -55,8 +55,9 @@ class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vll
     """`fp8` quantizes the weights as they are loaded; needs a GPU."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Number format of the KV cache; `auto` is that of the weights."""
-    attention: Literal["auto", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"] = "auto"
-    """Kernels of attention on a GPU; `auto`: vLLM chooses. How fast they read an FP8 cache differs much."""
+    attention: Literal["auto", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "ASYNCRL"] = "auto"
+    """Kernels of attention on a GPU; `auto`: vLLM chooses; `ASYNCRL`: TRITON_ATTN, but for decoding, which our own
+    engine's kernel does. How fast they read an FP8 cache differs much."""
     start_timeout_s: AboveZero = 600.0
     """Time to load the model, compile and capture graphs."""
     allow_unsafe: tuple[Unsafe, ...] = ()

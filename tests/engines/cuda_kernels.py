@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Queries
-from tests.engines import cuda_fp8, cuda_fp8_pages
+from tests.engines import cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
 from tests.engines.cuda_cases import Case, cases
 from tests.engines.cuda_places import Place, both, close
 from tests.engines.cuda_verification import verify, verify_leaves_the_targets_distribution
@@ -183,6 +183,7 @@ CHECKS: dict[str, Callable[[Place], None]] = {
         cuda_fp8_pages.fp8_rotate_and_store,
         cuda_fp8_pages.fp8_attend,
         cuda_fp8_pages.fp8_attend_ignores_what_lies_behind_the_end,
+        cuda_foreign_pages.attend_last_of_foreign_pages,
     )
 }
 

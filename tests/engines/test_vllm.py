@@ -205,6 +205,7 @@ def test_an_fp8_cache_answers_nearly_the_same(tmp_path: Path) -> None:
         (VllmEngine(kv_dtype="fp8"), "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512"),
         (VllmEngine(tensor_parallel=2), "engine.tensor_parallel=2 needs as many GPUs"),
         (VllmEngine(attention="FLASHINFER"), "engine.attention=FLASHINFER needs a GPU, and there is none here"),
+        (VllmEngine(attention="ASYNCRL"), "engine.attention=ASYNCRL needs a GPU, and there is none here; use engine."),
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(

@@ -22,6 +22,8 @@ BACKEND = "asyncrl"
 """Name under which worker.py registers our weight transfer."""
 WORKERS = "asyncrl.engines.vllm.gpu_worker."
 DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
+ATTENTION = {"ASYNCRL": "CUSTOM"}
+"""vLLM's name for attention that is not its own; worker.py registers ours. Other names are vLLM's, but for `auto`."""
 SEEDS = 2**63
 """vLLM takes seeds of 63 bits."""
 
@@ -54,7 +56,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         enforce_eager=settings.eager,
         quantization=None if settings.quantization == "none" else settings.quantization,
         kv_cache_dtype=settings.kv_dtype,
-        attention_backend=AttentionBackendEnum.__members__.get(settings.attention),  # none of them is `auto`
+        attention_backend=AttentionBackendEnum.__members__.get(ATTENTION.get(settings.attention, settings.attention)),
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),

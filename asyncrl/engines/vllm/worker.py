@@ -1,7 +1,8 @@
 """Inside vLLM's worker process: published weights go from the trainer's memory into the model.
 
 vLLM imports this module because the engine names `WeightReader` as its worker extension; importing it registers our
-weight transfer backend, which vLLM then drives: start, update, finish.
+weight transfer backend, which vLLM then drives: start, update, finish. Our attention is registered here as well, by its
+path: it is imported when a model is loaded that shall use it.
 """
 
 import multiprocessing
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from asyncrl.engines.vllm.environment import OWNER
 from asyncrl.engines.vllm.options import BACKEND
@@ -121,4 +123,5 @@ def _end_with_owner() -> None:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, ManifestTransfer)
+register_backend(AttentionBackendEnum.CUSTOM, "asyncrl.engines.vllm.attention.Backend")
 _end_with_owner()

@@ -4,10 +4,9 @@ A program takes one group of tokens of one row and one key/value head. The query
 are the rows of one matrix product, and the pages of the row are its steps. Where there are few groups, the pages of a
 row are split between programs, each of which leaves its sum and the logarithm of its weight; `_join` adds them up.
 
-Pages in FP8 become fp16 on their way to the product, which is exact and one instruction for two numbers; the scale of
-the keys is part of that of the scores, the values' comes in at the end.
-
 How many tokens a row has is read from the device, so one captured graph serves all lengths.
+
+`attend` is for the pages of our own engine, `attend_last` for those of vLLM (`asyncrl.engines.vllm.attention`).
 """
 
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncrl.engines.native.cuda.kernels.page_steps import load, nothing, over_pages
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kv, Queries
 
 MOST_SPLITS = 32
@@ -37,79 +37,58 @@ PLAN = Plan(512, 4, 3)
 """The same for pages in bf16 and in FP8; `benchmarks.fp8_kernels` compares others."""
 
 
-@triton.jit
-def _load(pointer, mask, EVEN: tl.constexpr, SCALED: tl.constexpr):
-    """`EVEN`: there is nothing to mask."""
-    x = tl.load(pointer) if EVEN else tl.load(pointer, mask=mask, other=0.0)
-    return x.to(tl.float16) if SCALED else x
+class Layout(NamedTuple):
+    """How keys and values lie: numbers from one page, head and token to the next, and tokens of a page."""
+
+    page: int
+    head: int
+    token: int
+    tokens: int
+    by_channels: bool = False
+    """So do values lie, in FP8 pages of our own; else like keys."""
 
 
 @triton.jit
-def _load_page(keys, values, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr):
-    """Keys and values, both by tokens and channels; in FP8 values lie by channels."""
-    token, channel = tl.arange(0, PAGE), tl.arange(0, BLOCK_D)
-    place = token[:, None] * D + channel[None, :]
-    inside = (channel < D)[None, :]
-    k = _load(keys + place, inside, BLOCK_D == D, SCALED)
-    if SCALED:
-        across = channel[:, None] * PAGE + token[None, :]
-        return k, tl.trans(_load(values + across, tl.trans(inside), BLOCK_D == D, SCALED))
+def _group(row_G, start_G, count_G, group, LAST: tl.constexpr):
+    """Row, first position and number of tokens. `LAST`: of each row its last token, and `start_G` has their lengths."""
+    if LAST:
+        length = tl.load(start_G + group)
+        count = tl.minimum(length, 1)
+        return group, length - count, count
     else:
-        return k, _load(values + place, inside, BLOCK_D == D, SCALED)
+        return tl.load(row_G + group), tl.load(start_G + group), tl.load(count_G + group)
 
 
 @triton.jit
-def _over_pages(
-    state,
-    q,
-    heat,
-    keys,
-    values,
-    table,
-    first,
-    last,
-    reach_M,
-    length,
-    STRIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Softmax in parts: what was added up so far is scaled down when a higher score comes.
+def _share(start, count, split, PAGE: tl.constexpr, SPLITS: tl.constexpr):
+    """The pages of a program: from the first to the last, and up to which all queries see them to their end.
 
-    Weights are summed at the end, where warps wait for each other once. The number of the next page is asked for while
-    this one is read: a page whose number is loaded in its own turn would not be on its way early.
+    Most are seen so, and masks cost more there than products.
     """
-    total, weight, highest = state
-    following = tl.load(table + first, mask=first < last, other=0)
-    for number in tl.range(first, last, num_stages=1 if MASKED else None):
-        begin = following.to(tl.int64) * STRIDE
-        following = tl.load(table + number + 1, mask=number + 1 < last, other=0)
-        k, v = _load_page(keys + begin, values + begin, D, PAGE, BLOCK_D, SCALED)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * heat
-        if MASKED:
-            position = number * PAGE + tl.arange(0, PAGE)
-            score = tl.where(position[None, :] <= reach_M[:, None], score, float("-inf"))
-            # What lies behind the end of a row may be no number, and even 0 times that is none.
-            v = tl.where((position < length)[:, None], v, 0.0)
-        higher = tl.maximum(highest, tl.max(score, 1))
-        reference = tl.where(higher == float("-inf"), 0.0, higher)
-        share = tl.exp2(score - reference[:, None])
-        shrink = tl.exp2(highest - reference)[:, None]
-        total = total * shrink + tl.dot(share.to(v.dtype), v, input_precision=PRECISION)
-        weight, highest = weight * shrink + share, higher
+    pages = tl.where(count > 0, tl.cdiv(start + count, PAGE), 0)
+    each = tl.cdiv(pages, SPLITS)
+    first, last = split * each, tl.minimum((split + 1) * each, pages)
+    return first, tl.minimum(tl.maximum((start + 1) // PAGE, first), last), last
+
+
+@triton.jit
+def _mean(state, value_scale, SCALED: tl.constexpr, PAIRS: tl.constexpr):
+    """Of the values, and what it weighs."""
+    total, odd, weight, highest = state
+    if PAIRS:
+        total = tl.interleave(total, odd)
+    weight = tl.sum(weight, 1)
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None] * (tl.load(value_scale) if SCALED else 1.0)
     return total, weight, highest
 
 
 @triton.jit
 def _attend(
-    qkv,
+    queries,
     keys,
     values,
-    scales,
+    key_scale,
+    value_scale,
     row_G,
     start_G,
     count_G,
@@ -121,6 +100,10 @@ def _attend(
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
+    QUERY: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HEAD: tl.constexpr,
+    TOKEN: tl.constexpr,
     PAGE: tl.constexpr,
     PAGES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -128,36 +111,31 @@ def _attend(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,
+    BY_CHANNELS: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     group, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     SHARE: tl.constexpr = H // K
-    SIZE: tl.constexpr = PAGE * D
-    count, start = tl.load(count_G + group), tl.load(start_G + group)
-    pages = tl.where(count > 0, tl.cdiv(start + count, PAGE), 0)
-    each = tl.cdiv(pages, SPLITS)
-    first, last = split * each, tl.minimum((split + 1) * each, pages)
+    row, start, count = _group(row_G, start_G, count_G, group, LAST)
+    first, seen, last = _share(start, count, split, PAGE, SPLITS)
     index_m, place_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     column = index_m // SHARE
     inside_d = (place_d < D)[None, :]
     token = (group * width + column).to(tl.int64)
     query_head = head * SHARE + index_m % SHARE
-    source = qkv + token[:, None] * ((H + 2 * K) * D) + query_head[:, None] * D + place_d
-    q = _load(source, (column < count)[:, None] & inside_d, False, SCALED)
-    heat = SCALE * 1.4426950408889634 * (tl.load(scales) if SCALED else 1.0)
-    total, weight = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, PAGE], tl.float32)
-    state = total, weight, tl.full([BLOCK_M], float("-inf"), tl.float32)
-    k, v, line = keys + head * SIZE, values + head * SIZE, table + tl.load(row_G + group) * PAGES
-    reach, length = start + column, start + count
-    # Most pages are seen by all queries, to their end: masks cost more there than products.
-    seen = tl.minimum(tl.maximum((start + 1) // PAGE, first), last)
+    source = queries + token[:, None] * QUERY + query_head[:, None] * D + place_d
+    q = load(source, (column < count)[:, None] & inside_d, False, SCALED)
+    heat = SCALE * 1.4426950408889634 * (tl.load(key_scale) if SCALED else 1.0)
+    PAIRS: tl.constexpr = SCALED and not BY_CHANNELS
+    state = nothing(BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D, PAGE)
+    k, v, line = keys + head * HEAD, values + head * HEAD, table + row * PAGES
     for MASKED in tl.static_range(2):
         begin, end = (seen, last) if MASKED else (first, seen)
-        state = _over_pages(
-            state, q, heat, k, v, line, begin, end, reach, length, K * SIZE, PAGE, D, BLOCK_D, PRECISION, SCALED, MASKED
+        state = over_pages(
+            *(state, q, heat, k, v, line, begin, end, start + column, start + count),
+            *(STRIDE, TOKEN, PAGE, D, BLOCK_D, PRECISION, SCALED, BY_CHANNELS, MASKED),
         )
-    total, weight, highest = state
-    weight = tl.sum(weight, 1)
-    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None] * (tl.load(scales + 1) if SCALED else 1.0)
+    total, weight, highest = _mean(state, value_scale, SCALED, PAIRS)
     total = tl.where((column < count)[:, None], total, 0.0)
     written = index_m < width * SHARE
     slot = (token * H + query_head) * SPLITS + split
@@ -190,40 +168,78 @@ def splits_for(groups: int, kv_heads: int, programs: int) -> int:
 
 def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Tensor, plan: Plan = PLAN) -> None:
     pages, scales = kv
+    tokens, size = pages.shape[3], pages.shape[3] * heads.dim
+    layout = Layout(heads.keys * size, size, heads.dim, tokens, by_channels=scales is not None)
+    pair = None if scales is None else (scales, scales[1:])
+    _launch(qkv_T_X, (pages[0], pages[1]), pair, layout, heads, queries, out_T_X, heads.dim**-0.5, plan)
+
+
+def attend_last(
+    query_N_H_D: Tensor,
+    pages_X_K_S_2D: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    lengths_N: Tensor,
+    table_N_P: Tensor,
+    scale: float,
+    out_N_H_D: Tensor,
+    plan: Plan = PLAN,
+) -> None:
+    """The last token of each row, whose keys and values are stored already, each token's side by side.
+
+    Axes of pages may lie in any order but for the last. A row of length 0 is padding and gives zeros. Scales are those
+    of keys and values, where pages hold E4M3 numbers.
+    """
+    (_, kv_heads, tokens, _), (page, head, token, _) = pages_X_K_S_2D.shape, pages_X_K_S_2D.stride()
+    heads = Heads(query_N_H_D.shape[1], kv_heads, query_N_H_D.shape[2])
+    pages = pages_X_K_S_2D, pages_X_K_S_2D[..., heads.dim :]
+    queries = Queries(1, lengths_N, lengths_N, lengths_N, table_N_P)
+    layout = Layout(page, head, token, tokens)
+    _launch(query_N_H_D, pages, scales, layout, heads, queries, out_N_H_D, scale, plan, last=True)
+
+
+def _launch(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None,
+    layout: Layout,
+    heads: Heads,
+    queries: Queries,
+    out: Tensor,
+    scale: float,
+    plan: Plan,
+    *,
+    last: bool = False,
+) -> None:
     splits = splits_for(queries.groups, heads.keys, plan.programs)
     block_d = max(16, triton.next_power_of_2(heads.dim))
     block_m = max(16, triton.next_power_of_2(queries.width * heads.group))
-    parts, log_weight = out_T_X, out_T_X
+    parts, log_weight, heads_of_all = out, out, queries.tokens * heads.queries
     if splits > 1:
-        parts = out_T_X.new_empty(queries.tokens * heads.queries, splits, heads.dim, dtype=torch.float32)
-        log_weight = out_T_X.new_empty(queries.tokens * heads.queries, splits, dtype=torch.float32)
+        parts = out.new_empty(heads_of_all, splits, heads.dim, dtype=torch.float32)
+        log_weight = out.new_empty(heads_of_all, splits, dtype=torch.float32)
     _attend[(queries.groups, heads.keys, splits)](
-        qkv_T_X,
-        pages[0],
-        pages[1],
-        out_T_X if scales is None else scales,
-        queries.row_G,
-        queries.start_G,
-        queries.count_G,
-        queries.table_N_P,
-        parts,
-        log_weight,
-        queries.width,
-        SCALE=heads.dim**-0.5,
+        *(q, *pages, *(scales or (out, out)), queries.row_G, queries.start_G, queries.count_G, queries.table_N_P),
+        *(parts, log_weight, queries.width),
+        SCALE=scale,
         H=heads.queries,
         K=heads.keys,
         D=heads.dim,
-        PAGE=pages.shape[3],
-        PAGES=queries.table_N_P.shape[1],
+        QUERY=q.stride(0),
+        STRIDE=layout.page,
+        HEAD=layout.head,
+        TOKEN=layout.token,
+        PAGE=layout.tokens,
+        PAGES=queries.table_N_P.stride(0),
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
-        PRECISION="ieee" if qkv_T_X.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         SCALED=scales is not None,
+        BY_CHANNELS=layout.by_channels,
+        LAST=last,
         num_warps=plan.warps if block_m <= 64 else 8,
         maxnreg=plan.registers if block_m == 16 else None,
-        num_stages=plan.stages if qkv_T_X.dtype != torch.float32 else 2,
+        num_stages=plan.stages if q.dtype != torch.float32 else 2,
     )
     if splits > 1:
-        heads_of_all = queries.tokens * heads.queries
-        _join[(heads_of_all,)](parts, log_weight, out_T_X, D=heads.dim, SPLITS=splits, BLOCK_D=block_d, num_warps=2)
+        _join[(heads_of_all,)](parts, log_weight, out, D=heads.dim, SPLITS=splits, BLOCK_D=block_d, num_warps=2)
