@@ -1,0 +1,122 @@
+"""What an engine for GPUs keeps of publications: views of places that come again, and no memory of others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.engines.native.cuda import weights
+from asyncrl.engines.native.published import Receiver
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import WeightManifest
+from asyncrl.weights.flat import Flat
+from asyncrl.weights.manifest import layout
+from asyncrl.weights.mirror import sealed
+from asyncrl.weights.transport import make_writer
+
+SHAPES = {"embed": (40, 16), "norm": (16,), "up": (24, 16), "scale": ()}
+WHO = Receiver("test", "version 0", "model")
+CPU = torch.device("cpu")
+
+
+def tensors(value: float, **other: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: torch.full(shape, value) for name, shape in (SHAPES | other).items()}
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Flat]:
+    """Publications whose tensors have been looked up."""
+    pairs, seen = weights._pairs, list[Flat]()
+
+    def counted(flat: Flat, held: dict[str, Tensor], device: torch.device) -> Iterator[weights.Pair]:
+        seen.append(flat)
+        return pairs(flat, held, device)
+
+    monkeypatch.setattr(weights, "_pairs", counted)
+    return seen
+
+
+class Places:
+    """A trainer that writes its versions into two buffers, in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.flats: dict[int, Flat] = {}
+        monkeypatch.setattr(weights, "published", self.find)
+        monkeypatch.setattr(weights, "digest_published", lambda manifest: self.find(manifest).digest())
+
+    def publish(self, version: int, named: dict[str, Tensor]) -> WeightManifest:
+        specs, total = layout(named.items())
+        flat = self.flats.setdefault(version % 2, Flat.empty(specs, total))
+        for spec in specs:
+            flat.put(spec, named[spec.name])
+        return sealed(version, flat)
+
+    def find(self, manifest: WeightManifest) -> Flat:
+        return self.flats[manifest.version % 2]
+
+
+def test_a_place_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, built: list[Flat]) -> None:
+    held, trainer = tensors(0.0), Places(monkeypatch)
+    intake = weights.Intake(held, CPU)
+    for version in range(1, 6):
+        manifest = trainer.publish(version, tensors(float(version)))
+        checked = intake.check(manifest, WHO)
+        assert all((tensor != version).all() for tensor in held.values()), "nothing is touched"
+        checked.update.load(["norm"])
+        assert (held["norm"] == version).all()
+        assert (held["up"] != version).all()
+        checked.update.load()
+        assert all((tensor == version).all() for tensor in held.values())
+    assert built == [trainer.flats[1], trainer.flats[0]]
+
+
+def test_memory_that_nobody_else_holds_is_let_go(monkeypatch: pytest.MonkeyPatch, built: list[Flat]) -> None:
+    held, trainer = tensors(0.0), Places(monkeypatch)
+    intake = weights.Intake(held, CPU)
+    for version in (1, 3):
+        intake.check(trainer.publish(version, tensors(float(version))), WHO).update.load()
+        assert (held["up"] == version).all()
+        assert len(intake._pairs) == 1
+        trainer.flats.clear()
+        built.clear()
+        assert len(intake._pairs) == 0
+
+
+@pytest.mark.parametrize("other", [{"norm": (17,)}, {"more": (3,)}])
+def test_what_does_not_fit_is_refused_after_what_did(
+    other: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, trainer = tensors(0.0), Places(monkeypatch)
+    intake = weights.Intake(held, CPU)
+    intake.check(trainer.publish(1, tensors(1.0)), WHO).update.load()
+    with pytest.raises(WeightSyncError, match="belongs to another model"):
+        intake.check(trainer.publish(2, tensors(2.0, **other)), WHO)
+    assert (held["norm"] == 1).all()
+
+
+def test_a_wrong_digest_is_seen_though_the_place_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Places(monkeypatch)
+    intake = weights.Intake(tensors(0.0), CPU)
+    intake.check(trainer.publish(1, tensors(1.0)), WHO)
+    manifest = trainer.publish(3, tensors(3.0))
+    trainer.find(manifest).memory[5] += 1
+    with pytest.raises(WeightSyncError, match="version 0 is kept"):
+        intake.check(manifest, WHO)
+
+
+@pytest.mark.parametrize("large", [1, 100, 1 << 20])
+def test_tensors_of_all_sizes_are_copied(large: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One by one, or many with one call; into another type of number, too."""
+    monkeypatch.setattr(weights, "_LARGE", large)
+    monkeypatch.setattr(weights, "_AT_ONCE", 3)
+    generator = torch.Generator().manual_seed(0)
+    given = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in tensors(0.0).items()}
+    writer = make_writer(given.items, "file", prefix="test", folder=tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        held = {name: tensor.to(dtype) for name, tensor in tensors(0.0).items()}
+        weights.Intake(held, CPU).check(writer.publish(1), WHO).update.load()
+        for name, tensor in held.items():
+            assert torch.equal(tensor, given[name].to(dtype))
+    writer.close()
