@@ -1,7 +1,6 @@
 """What an engine for GPUs keeps of publications: views of places that come again, and no memory of others."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from asyncrl.types import WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.manifest import layout
 from asyncrl.weights.mirror import sealed
-from asyncrl.weights.transport import make_writer
 
 SHAPES = {"embed": (40, 16), "norm": (16,), "up": (24, 16), "scale": ()}
 WHO = Receiver("test", "version 0", "model")
@@ -107,16 +105,52 @@ def test_a_wrong_digest_is_seen_though_the_place_is_known(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("large", [1, 100, 1 << 20])
-def test_tensors_of_all_sizes_are_copied(large: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One by one, or many with one call; into another type of number, too."""
+def test_tensors_of_all_sizes_are_copied(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, or many with one call; into another type of number, and into a part of a matrix, too."""
     monkeypatch.setattr(weights, "_LARGE", large)
-    monkeypatch.setattr(weights, "_AT_ONCE", 3)
     generator = torch.Generator().manual_seed(0)
-    given = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in tensors(0.0).items()}
-    writer = make_writer(given.items, "file", prefix="test", folder=tmp_path)
+    shapes = SHAPES | {"odd": (3, 7), "flat": (8,)}
+    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    given |= {"bytes": given["up"].to(torch.float8_e4m3fn), "few": given["odd"].to(torch.float8_e4m3fn)}
+    given |= {"ids": torch.arange(9)}
+    trainer = Places(monkeypatch)
+    manifest = trainer.publish(1, given)
     for dtype in (torch.float32, torch.bfloat16):
-        held = {name: tensor.to(dtype) for name, tensor in tensors(0.0).items()}
-        weights.Intake(held, CPU).check(writer.publish(1), WHO).update.load()
+        types = {name: dtype if tensor.dtype == torch.float32 else tensor.dtype for name, tensor in given.items()}
+        held = {name: torch.zeros(given[name].shape).to(types[name]) for name in given}
+        held["up"] = torch.zeros(50, 16, dtype=dtype)[1:25]
+        held["odd"] = torch.zeros(9, 7, dtype=dtype)[1:4]
+        held["flat"] = torch.zeros(8, 2, dtype=dtype)[:, 1]
+        weights.Intake(held, CPU).check(manifest, WHO).update.load()
         for name, tensor in held.items():
-            assert torch.equal(tensor, given[name].to(dtype))
-    writer.close()
+            assert torch.equal(tensor.float(), given[name].to(types[name]).float()), name
+
+
+def test_what_is_copied_with_others_is_all_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one call for many does not look at it."""
+    called: list[list[Tensor]] = []
+    monkeypatch.setattr(weights, "_copy", lambda held, published: called.extend((held, published)))
+    trainer, held = Places(monkeypatch), tensors(0.0) | {"norm": torch.zeros(16, dtype=torch.float64)}
+    weights.Intake(held, CPU).check(trainer.publish(1, tensors(1.0)), WHO).update.load()
+    assert {tensor.dtype for each in called for tensor in each} == {torch.int64}
+    assert [tensor.numel() for tensor in called[0]] == [40 * 16 // 2, 24 * 16 // 2]
+    assert (held["norm"] == 1).all()
+    assert held["scale"] == 1
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_what_is_elsewhere_is_brought_some_at_a_time(at_once: int) -> None:
+    held, given = tensors(0.0), tensors(2.0)
+    brought: list[str] = []
+
+    def pairs() -> Iterator[weights.Pair]:
+        for name, tensor in held.items():
+            brought.append(name)
+            yield weights.Pair(name, tensor, given[name], alone=name == "norm")
+
+    update = weights.Update(pairs, at_once)
+    update.load(["up", "norm"])
+    assert [name for name, tensor in held.items() if (tensor == 2).all()] == ["norm", "up"]
+    update.load()
+    assert all((tensor == 2).all() for tensor in held.values())
+    assert brought == 2 * list(SHAPES), "once for each time, whatever is taken"

@@ -26,11 +26,13 @@ from asyncrl.weights.transport import digest_published, published
 _copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
 """Public in all but its name: optimizers are built on it."""
 _AT_ONCE = 64
-"""Tensors copied by one call: those in host memory need as much again on the device meanwhile."""
+"""Tensors from host memory that are copied by one call: they need as much again on the device meanwhile."""
 _LARGE = 16 << 20
 """From so many bytes on a tensor is copied by itself, at the full speed of the memory. A call for many cuts them into
-launches of 20 million numbers at most, each with an end in which the memory idles; it saves launches where tensors are
-small."""
+launches, each with an end in which the memory idles; it saves time where a launch for each would take longer."""
+_WORD = torch.int64
+"""What calls for many copy, whatever the numbers are: each thread moves four, and with two bytes each too little would
+be on its way to keep the memory busy. Nor do such calls look at whether all tensors held are of one type."""
 _STEP_BYTES = 1 << 30
 """Intermediate results of a step, and what CUDA itself takes."""
 
@@ -39,13 +41,15 @@ class Pair(NamedTuple):
     name: str
     held: Tensor
     published: Tensor
+    alone: bool
+    """Copied by itself."""
 
 
 class Update:
     """A publication on its way into the tensors held."""
 
-    def __init__(self, pairs: Callable[[], Iterable[Pair]]) -> None:
-        self._pairs = pairs
+    def __init__(self, pairs: Callable[[], Iterable[Pair]], at_once: int) -> None:
+        self._pairs, self._at_once = pairs, at_once
 
     def load(self, names: Iterable[str] | None = None) -> None:
         """All of it, or what has these names."""
@@ -53,14 +57,10 @@ class Update:
         if names is not None:
             wanted = set(names)
             pairs = (pair for pair in pairs if pair.name in wanted)
-        while some := list(islice(pairs, _AT_ONCE)):
-            small = list[Pair]()
-            for pair in some:
-                if pair.held.nbytes < _LARGE:
-                    small.append(pair)
-                else:
-                    pair.held.copy_(pair.published)
-            if small:
+        while some := list(islice(pairs, self._at_once)):
+            for pair in (pair for pair in some if pair.alone):
+                pair.held.copy_(pair.published)
+            if small := [pair for pair in some if not pair.alone]:
                 _copy([pair.held for pair in small], [pair.published for pair in small])
 
 
@@ -104,16 +104,28 @@ class Intake:
     def _update(self, flat: Flat) -> Update:
         find = partial(_pairs, flat, self.held, self._device)
         if flat.memory.device.type != self._device.type:
-            return Update(find)  # brought to the device a few at a time, when they are loaded
+            return Update(find, _AT_ONCE)  # brought to the device when they are loaded
         pairs = self._pairs.get(flat)
         if pairs is None:
             pairs = self._pairs[flat] = list(find())
-        return Update(lambda: pairs)
+        return Update(lambda: pairs, len(pairs))
 
 
 def _pairs(flat: Flat, held: dict[str, Tensor], device: torch.device) -> Iterator[Pair]:
     for name, tensor in flat.tensors():
-        yield Pair(name, _plain(held[name]), _plain(tensor.to(device)))
+        yield _pair(name, held[name], tensor.to(device))
+
+
+def _pair(name: str, held: Tensor, published: Tensor) -> Pair:
+    if held.dtype == published.dtype and _has_words(held) and _has_words(published):
+        words = (tensor.view(-1).view(_WORD) for tensor in (held, published))
+        return Pair(name, *words, alone=held.nbytes >= _LARGE)
+    return Pair(name, _plain(held), _plain(published), alone=True)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    begin = tensor.storage_offset() * tensor.itemsize
+    return tensor.is_contiguous() and not begin % _WORD.itemsize and not tensor.nbytes % _WORD.itemsize
 
 
 def _plain(tensor: Tensor) -> Tensor:
