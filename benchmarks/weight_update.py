@@ -6,7 +6,9 @@ The trainer's weights lie on the same GPU, in another process (CUDA IPC), or in 
 pause is the longest time without a new token of any request around an update, seen by the readers of the answers;
 `publish` is the trainer's part, before the engine is asked, and disturbs no request.
 
-The bar, on a GPU: no pause is longer than a copy of the weights on the device and one step of decoding.
+The bar, on a GPU: no pause is longer than a copy of the weights on the device and one step of decoding. Where it is not
+held, the line on the update in the middle says what to look at: a pause that begins when the version changes is the
+copy and the step behind it; one that begins before is the check of the published bytes, on the device or in Python.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -51,6 +54,15 @@ LARGE = "qwen3-8b"
 """Made on the GPU."""
 TOKENS = 8000
 START_TIMEOUT_S = 120.0
+
+
+class Span(NamedTuple):
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
 
 
 class Trainer:
@@ -95,35 +107,36 @@ def made(arguments: argparse.Namespace) -> Generator[Path]:
 
 
 class Arrivals:
-    """When the number of generated tokens grew, and so when it did not."""
+    """When the number of generated tokens grew, and so when it did not; and when each version came."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._waits: list[tuple[float, float]] = []
+        self._waits: list[Span] = []
+        self.versions: dict[int, float] = {}
         self._task = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
         self._task.cancel()
 
-    def longest(self, updates: list[tuple[float, float]]) -> tuple[list[float], float]:
+    def longest(self, updates: list[Span]) -> tuple[list[Span], Span]:
         """The longest wait that overlaps each update, and the longest that overlaps none."""
-        during = [[wait for wait in self._waits if wait[1] > began and wait[0] < ended] for began, ended in updates]
+        during = [[wait for wait in self._waits if wait.end > call.begin and wait.begin < call.end] for call in updates]
         others = set(self._waits).difference(*during)
         return [_longest(waits) for waits in during], _longest(others)
 
     async def _watch(self) -> None:
         seen, at = self._engine.stats().generated_tokens, perf_counter()
         while True:
-            generated = self._engine.stats().generated_tokens
-            if generated != seen:
-                now = perf_counter()
-                self._waits.append((at, now))
-                seen, at = generated, now
+            stats, now = self._engine.stats(), perf_counter()
+            self.versions.setdefault(stats.version, now)
+            if stats.generated_tokens != seen:
+                self._waits.append(Span(at, now))
+                seen, at = stats.generated_tokens, now
             await asyncio.sleep(0)
 
 
-def _longest(waits: Iterable[tuple[float, float]]) -> float:
-    return max((end - begin for begin, end in waits), default=0.0)
+def _longest(waits: Iterable[Span]) -> Span:
+    return max(waits, key=lambda wait: wait.seconds, default=Span(0.0, 0.0))
 
 
 async def answer(engine: Engine, number: int) -> int:
@@ -140,7 +153,7 @@ async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespac
     before, began = engine.stats().generated_tokens, perf_counter()
     await asyncio.sleep(2)
     rate = (engine.stats().generated_tokens - before) / (perf_counter() - began)
-    updates: list[tuple[float, float]] = []
+    updates: list[Span] = []
     publishes: list[float] = []
     for version in range(1, arguments.updates + 1):
         began = perf_counter()
@@ -149,20 +162,22 @@ async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespac
         await asyncio.sleep(0.3)
         began = perf_counter()
         await engine.load_weights(manifest, arguments.on_update)
-        updates.append((began, perf_counter()))
+        updates.append(Span(began, perf_counter()))
         await asyncio.sleep(0.3)
     arrivals.stop()
-    pauses, quiet = arrivals.longest(updates)
-    loads = [ended - began for began, ended in updates]
+    waits, quiet = arrivals.longest(updates)
+    pauses, loads = [wait.seconds for wait in waits], [update.seconds for update in updates]
     print(f"{arguments.engine}, {arguments.shape}, {arguments.requests} requests, {arguments.on_update}")
     print(f"between updates: {rate:,.0f} tokens/s")
-    print(f"longest wait for a token without an update: {quiet * 1e3:.1f} ms")
+    print(f"longest wait for a token without an update: {quiet.seconds * 1e3:.1f} ms")
     for name, values in (("pause", pauses), ("load_weights", loads), ("publish", publishes)):
         first, rest = values[0], values[1:] or values
         print(
             f"{name:>13}: first {first * 1e3:6.1f} ms, then median {statistics.median(rest) * 1e3:6.1f} ms, "
             f"longest {max(rest) * 1e3:6.1f} ms"
         )
+    middle = pauses.index(statistics.median_low(pauses))
+    print(course(updates[middle], waits[middle], arrivals.versions[middle + 1]))
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -170,6 +185,16 @@ async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespac
     if torch.cuda.is_available():
         bar(statistics.median(pauses), trainer.bytes, arguments.requests / rate)
     trainer.close()
+
+
+def course(update: Span, pause: Span, version: float) -> str:
+    """When what happened, from the call of `load_weights` on."""
+    moments = (pause.begin, pause.end, version, update.end)
+    began, ended, changed, returned = ((moment - update.begin) * 1e3 for moment in moments)
+    return (
+        f"in the middle: no token from {began:.1f} to {ended:.1f} ms after the call, the version changed at "
+        f"{changed:.1f}, load_weights returned at {returned:.1f}"
+    )
 
 
 def bar(pause: float, size: int, step: float) -> None:

@@ -54,8 +54,19 @@ class CudaIpcWriter:
         return self._buffers[slot]
 
 
+_flats: dict[str, Flat] = {}
+"""By location: the trainer's two buffers stay where they are."""
+
+
 def mapped(manifest: WeightManifest) -> Flat:
-    """The trainer's own memory: copy what must outlive the next update."""
+    """The trainer's own memory, the same object for the same place: copy what must outlive the next update."""
+    flat = _flats.get(manifest.location)
+    if flat is None or flat.specs != manifest.tensors:
+        flat = _flats[manifest.location] = _map(manifest)
+    return flat
+
+
+def _map(manifest: WeightManifest) -> Flat:
     try:
         pointer = _open(manifest.location)
     except cupy.cuda.runtime.CUDARuntimeError as error:

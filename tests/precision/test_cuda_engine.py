@@ -115,7 +115,7 @@ def test_a_version_is_served_with_its_own_scales(precision: str, tmp_path: Path)
         with publishing(tmp_path / "new", precision, "cuda", dtype=torch.bfloat16, kv_scales="engine") as new:
             made = engine(tmp_path / "old", precision, dtype=torch.bfloat16)
             async with serving(made) as synced:
-                places = {name: tensor.data_ptr() for name, tensor in made._held.items()}
+                places = {name: tensor.data_ptr() for name, tensor in made._intake.held.items()}
                 manifest = new.publish(1)
                 weights_travel = {spec.name: spec.dtype for spec in manifest.tensors}
                 in_fp8 = weights_travel["model.layers.0.mlp.up_proj.weight"] == "float8_e4m3fn"
@@ -123,7 +123,7 @@ def test_a_version_is_served_with_its_own_scales(precision: str, tmp_path: Path)
                 assert weights_travel["model.norm.weight"] == "bfloat16"
                 ack = await synced.load_weights(manifest, "keep")
                 assert (ack.version, ack.digest) == (1, manifest.digest)
-                assert places == {name: tensor.data_ptr() for name, tensor in made._held.items()}
+                assert places == {name: tensor.data_ptr() for name, tensor in made._intake.held.items()}
                 return await in_turn(synced)
 
     found = asyncio.run(run())

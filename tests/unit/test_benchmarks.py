@@ -12,7 +12,7 @@ from trl import GRPOConfig
 
 from asyncrl.functions import load_function
 from asyncrl.tasks.base import make_task
-from benchmarks import lists, longtail
+from benchmarks import lists, longtail, weight_update
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
 from benchmarks.runs import steady
@@ -115,6 +115,14 @@ def test_bars_say_what_is_held() -> None:
         "NOT held speculation: trainer waits 20%, at most 10 %",
         "NOT held speculation: held-out -5.0 points, at most 3 behind sync",
     ]
+
+
+def test_an_update_is_told_by_its_moments() -> None:
+    span = weight_update.Span
+    assert weight_update.course(span(2.0, 2.01), span(1.999, 2.0045), 2.004) == (
+        "in the middle: no token from -1.0 to 4.5 ms after the call, the version changed at 4.0, "
+        "load_weights returned at 10.0"
+    )
 
 
 def _figures(mode: str, rate: float, *, trainer_wait: float = 0.05, held_out: float = 0.5) -> longtail.Figures:

@@ -49,6 +49,7 @@ class Decoding:
         self._tiles = [1 << power for power in range((sizes.tiles - 1).bit_length())] + [sizes.tiles]
         self._all_final = drafting is not None and drafting.taps() is None
         tokens = sizes.rows * sizes.width + (sizes.tiles * sizes.tile if self._all_final else 0)
+        self._settings_on_device: tuple[RowSettings, RowSettings | None] | None = None
         self._hidden_T_E = model.embedding_V_E.new_zeros(tokens, model.embedding_V_E.shape[1])
 
     def shape(self, rows: int, tiles: int, width: int = 1, *, follow: bool = False) -> Shape:
@@ -67,8 +68,9 @@ class Decoding:
                 for depth in depths:
                     self._capture(("draft", rows, depth), partial(self.drafting.draft, rows, depth, self.memory.head))
 
-    def step(self, shape: Shape, rows: int, restricted: RowSettings | None) -> Flight:
+    def step(self, shape: Shape, rows: int, settings: RowSettings) -> Flight:
         """Run what the inputs say."""
+        restricted = self._restricted(settings)  # before the step, for which it would wait
         self.inputs.send(rows)
         self.graphs.run(shape, partial(self._launch, shape))
         if restricted is not None:
@@ -124,6 +126,17 @@ class Decoding:
             None if self.drafting is None else self.drafting.proposals,
         )
         self.model.kernels.verify(logits_X_V, drafts, token_X, logprob_X, board.accepted(rows))
+
+    def _restricted(self, settings: RowSettings) -> RowSettings | None:
+        """Settings on the device where a row needs more than its temperature."""
+        known = self._settings_on_device
+        if known is None or known[0] is not settings:
+            on_device = None
+            if settings.top_k_N_1 is not None:
+                device = self._hidden_T_E.device
+                on_device = RowSettings(*(None if each is None else each.to(device) for each in settings))
+            known = self._settings_on_device = settings, on_device
+        return known[1]
 
     def _draw_again(self, shape: Shape, rows: int, settings: RowSettings) -> None:
         """The first column of rows that sample from a part of the vocabulary; they have no drafts."""

@@ -3,9 +3,9 @@
 submit -> waiting -> Planner -> Decoding.step (device) -> [one step later] SlotTable.keep -> deltas
 
 `_step` launches the next step before it waits for the last: planning, recording and the turns of the event loop are
-hidden behind the device's work. New weights are copied behind the running step, which is read before their version
-counts, as it is before a pause returns: each token has the version that sampled it, and a paused engine has nothing
-under way.
+hidden behind the device's work. New weights are copied between two steps on the device: behind the running one, and
+before the next, which is planned meanwhile. Their version counts as soon as the running step has been read, so each
+token has the version that sampled it. A pause reads the running step: a paused engine has nothing under way.
 
 A step that verifies or makes drafts is read at once, behind the drafting of the next ones (`cuda.speculation`).
 """
@@ -16,20 +16,19 @@ import logging
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from asyncrl.drafting.bandit import PLAIN
 from asyncrl.drafting.settings import DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
 from asyncrl.engines.base import OnUpdate
-from asyncrl.engines.cooperative import Job
+from asyncrl.engines.cooperative import Job, turns
 from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.board import Board, Flight
 from asyncrl.engines.native.cuda.decoding import Decoding
 from asyncrl.engines.native.cuda.drafting import RING, Drafting
-from asyncrl.engines.native.cuda.fp8 import Fp8Serving, agree, serve
+from asyncrl.engines.native.cuda.fp8 import agree, serve
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Fields, Sizes, StepInputs
-from asyncrl.engines.native.cuda.kernels import torch_kernels
+from asyncrl.engines.native.cuda.kernels.choice import kernels_of
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels
 from asyncrl.engines.native.cuda.memory import KvMemory, page_bytes
 from asyncrl.engines.native.cuda.pages import PAGE, PageTable, pages_of
@@ -38,7 +37,7 @@ from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_de
 from asyncrl.engines.native.cuda.timeline import Mark, Timeline
 from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
-from asyncrl.engines.native.sampling import Column, RowSettings
+from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.slots import SlotTable
 from asyncrl.engines.native.speculation.build import build_head, no_head
 from asyncrl.engines.native.speculation.drafts import DraftTable
@@ -74,12 +73,13 @@ class CudaEngine(RowEngine):
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
         self._model_path, self._dtype, self._numerics, self._pages = model_path, dtype, numerics, pages
         self._device = device or torch.device("cuda")
-        self._kernels = kernels or _kernels(self._device)
+        self._kernels = kernels or kernels_of(self._device)
         self._depths = chain_depths(self._drafter)
         self._widest = 1 + max(self._depths, default=0)
         self._updating = asyncio.Lock()
         self._flight: Flight | None = None
-        self._settings_on_device: tuple[RowSettings, RowSettings | None] | None = None
+        self._due: int | None = None
+        """The version of weights that the running step has not yet seen, but each further one does."""
         self._drafter_version = 0
         self.kv_tokens = 0
         """Tokens whose keys and values there is room for, once it has started."""
@@ -96,11 +96,14 @@ class CudaEngine(RowEngine):
         async with self._updating:
             self._require_serving(what)
             receiver = Receiver(self.name, f"version {self._version}", "model")
-            digest, loaded = await self._load(manifest, self._held, receiver, what, self._fp8)
-            self._switch_version(manifest.version)
+            digest, loaded = await self._load(manifest, self._intake, receiver, what)
+            self._due, again = manifest.version, 0
             self._planner.forget_prompts()
-            again = self._planner.recompute() if on_update == "recompute" else 0
-            self._reprefilled += again
+            if on_update == "recompute":
+                self._drain()
+                again = self._planner.recompute()
+                self._reprefilled += again
+            await self._switched(what)
             await asyncio.to_thread(loaded.wait)  # the trainer may write there again once it has our answer
         return WeightAck(self.name, manifest.version, digest, again)
 
@@ -114,7 +117,8 @@ class CudaEngine(RowEngine):
             receiver = Receiver(self.name, f"drafter {self._drafter_version}", "drafting head")
             with self._timeline.work():
                 held = drafting.held()
-            digest, loaded = await self._load(manifest, held, receiver, what, None)
+            digest, loaded = await self._load(manifest, weights.Intake(held, self._device), receiver, what)
+            self._drain()  # what was on its way has still read the old weights
             with self._timeline.work():
                 drafting.map_tokens(held.get("d2t"))
             self._speculation.drop()
@@ -123,23 +127,30 @@ class CudaEngine(RowEngine):
         return WeightAck(self.name, manifest.version, digest)
 
     async def _load(
-        self, manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver, what: str, fp8: Fp8Serving | None
+        self, manifest: WeightManifest, intake: weights.Intake, receiver: Receiver, what: str
     ) -> tuple[str, Mark]:
-        """Published tensors into those held, between two steps. Steps that follow need not wait until it is done."""
-        agree(fp8, manifest, receiver)
+        """Published tensors into those held, behind the running step. Nobody need wait until it is done."""
+        agree(intake.fp8, manifest, receiver)
         # In a thread, and so on another stream: decoding goes on while the published bytes are checked. In one call,
         # because to come back from a thread takes turns of the loop, and steps with them.
-        digest, scales, update = await asyncio.to_thread(weights.check, manifest, held, receiver, self._device, fp8)
+        digest, scales, update = await asyncio.to_thread(intake.check, manifest, receiver)
         self._require_serving(what)
         with self._timeline.work():
-            if fp8 is not None:
-                fp8.probe(manifest, receiver, update.load)
+            if intake.fp8 is not None:
+                intake.fp8.probe(manifest, receiver, update.load)
             update.load()
             if scales:
                 self._decoding.memory.rescale(scales)
-            loaded = self._timeline.mark()
-        self._drain()  # what was on its way has still read the old weights
-        return digest, loaded
+            return digest, self._timeline.mark()
+
+    async def _switched(self, what: str) -> None:
+        """Until the version that is due counts. The next step sees to that, if there is one."""
+        while self._due is not None:
+            if self._flight is None or not self._work.is_set():
+                self._drain()
+            else:
+                await turns()
+                self._require_serving(what)
 
     def _open(self) -> None:
         settings, device, timeline = self.settings, self._device, Timeline(self._device)
@@ -150,7 +161,7 @@ class CudaEngine(RowEngine):
         sizes = Sizes(settings.max_batch, width, pages_of(settings.max_length), tiles, tile)
         graphs = GraphPool(timeline, int(settings.graph_memory_gib * 2**30))
         with timeline.work():
-            cuda_model, self._held, self._fp8 = serve(model, settings, self._kernels, numerics)
+            cuda_model, held, fp8 = serve(model, settings, self._kernels, numerics)
             inputs, board = StepInputs(sizes, timeline), Board(sizes, timeline)
             if isinstance(drafter, EagleDrafter | Eagle3Drafter):
                 head = build_head(drafter, config).requires_grad_(False).to(device, self._dtype)
@@ -159,13 +170,13 @@ class CudaEngine(RowEngine):
             page = page_bytes(config, self._dtype, **kind)
             pages = self._pages or weights.page_count(config, settings, device, page, width)
             memory = KvMemory(cuda_model, pages, **kind)
-            if self._fp8 is not None and kind["fp8"]:
-                memory.rescale(self._fp8.own_scales())
+            if fp8 is not None and kind["fp8"]:
+                memory.rescale(fp8.own_scales())
             self._decoding = Decoding(cuda_model, memory, sizes, inputs, board, graphs, drafting)
             if device.type == "cuda":
                 self._decoding.capture_all(self._depths)
         timeline.wait()
-        self.kv_tokens = pages * PAGE
+        self._intake, self.kv_tokens = weights.Intake(held, device, fp8), pages * PAGE
         known = self.name, self.kv_tokens, graphs.count, graphs.bytes / 2**30
         log.info("engine %s: room for the keys and values of %d tokens, %d graphs in %.2f GiB", *known)
         self._plan(config.vocabulary, pages, sizes)
@@ -185,8 +196,8 @@ class CudaEngine(RowEngine):
 
     def _shut(self) -> None:
         self._timeline.wait()
-        del self._decoding, self._planner, self._slots, self._held, self._fp8, self._speculation
-        self._flight = None
+        del self._decoding, self._planner, self._slots, self._intake, self._speculation
+        self._flight = self._due = None
         gc.collect()  # captured graphs lie in cycles, and hold memory that others on the card wait for
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -213,6 +224,14 @@ class CudaEngine(RowEngine):
             self._planner.source[:] = -1
             self._collect(last, *running)
         self._clock.stop()
+        self._switch()
+
+    def _switch(self) -> None:
+        """What was launched before new weights has been read."""
+        if self._due is not None:
+            version, self._due = self._due, None
+            self._switch_version(version)
+            self._clock.stop()  # the next step waits for the copy
 
     def _launch(self) -> Flight | None:
         slots, planner, fields = self._slots, self._planner, self._decoding.inputs.next()
@@ -220,7 +239,7 @@ class CudaEngine(RowEngine):
         tiles = self._prefill(fields)
         shape = self._decoding.shape(slots.count, tiles)
         sampling = planner.decode(fields, shape.rows)
-        return self._decoding.step(shape, slots.count, self._restricted()) if sampling or tiles else None
+        return self._decoding.step(shape, slots.count, slots.settings()) if sampling or tiles else None
 
     def _speculate(self, verified: Strategy, depth: int) -> None:
         """Verify what one strategy has drafted, and draft `depth` tokens more."""
@@ -238,7 +257,7 @@ class CudaEngine(RowEngine):
             ready_N = planner.verify(fields, shape, depth)
             if not tiles and not ready_N.any():
                 return
-            flight = self._decoding.step(shape, slots.count, self._restricted())
+            flight = self._decoding.step(shape, slots.count, slots.settings())
             if depth:
                 self._decoding.draft(shape.rows, depth)
         flight.mark.wait()
@@ -255,29 +274,19 @@ class CudaEngine(RowEngine):
 
     def _collect(self, flight: Flight, rows_R: Column, place_R: Column) -> None:
         flight.mark.wait()
-        if not len(rows_R):
-            return
-        slots = self._slots
-        logprob_R = flight.logprob_N_W[place_R, 0]
-        sampled, ended = slots.keep(rows_R, slots.known[rows_R], flight.token_N_W[place_R, 0], logprob_R)
-        self._measure(flight, PLAIN, sampled, sampled)
-        self._record(sampled, 0, ended, float(logprob_R.sum()))
+        if len(rows_R):
+            slots = self._slots
+            logprob_R = flight.logprob_N_W[place_R, 0]
+            sampled, ended = slots.keep(rows_R, slots.known[rows_R], flight.token_N_W[place_R, 0], logprob_R)
+            self._measure(flight, PLAIN, sampled, sampled)
+            self._record(sampled, 0, ended, float(logprob_R.sum()))
+        self._switch()
 
     def _measure(self, flight: Flight, strategy: Strategy, batch: int, tokens: int) -> None:
         """Steps that were mostly prompts say nothing about decoding; what is mostly is the same for all depths."""
         seconds, shape = self._clock.lap(), flight.shape
         if batch and shape.tiles * self._tile <= shape.rows * self._widest:
             self._chooser.record(batch, strategy, tokens, seconds)
-
-    def _restricted(self) -> RowSettings | None:
-        """Settings on the device where a row needs more than its temperature."""
-        settings, known = self._slots.settings(), self._settings_on_device
-        if known is None or known[0] is not settings:
-            on_device = None
-            if settings.top_k_N_1 is not None:
-                on_device = RowSettings(*(None if each is None else each.to(self._device) for each in settings))
-            known = self._settings_on_device = settings, on_device
-        return known[1]
 
     def _move_row(self, source: int, target: int) -> None:
         drafting = self._decoding.drafting
@@ -287,11 +296,3 @@ class CudaEngine(RowEngine):
 
     def _release(self, job: Job) -> None:
         self._planner.release(job)
-
-
-def _kernels(device: torch.device) -> Kernels:
-    if device.type == "cpu":
-        return torch_kernels.KERNELS
-    from asyncrl.engines.native.cuda.kernels import triton_kernels  # Triton comes with torch for GPUs only
-
-    return triton_kernels.KERNELS

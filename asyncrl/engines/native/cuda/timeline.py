@@ -13,7 +13,8 @@ from torch import Tensor
 class Timeline:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Before others: blocks of a step begin as soon as there is room, ahead of those of a digest that still wait.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def work(self) -> Generator[None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,27 +19,49 @@ from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.config import ModelConfig
 from asyncrl.precision.kv_scales import LayerScales
-from asyncrl.types import WeightManifest
-from asyncrl.weights.transport import digest_published, published, read_published
+from asyncrl.types import TensorSpec, WeightManifest
+from asyncrl.weights.flat import Flat
+from asyncrl.weights.transport import digest_published, published
 
 _copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
 """Public in all but its name: optimizers are built on it."""
 _AT_ONCE = 64
-"""Tensors copied by one call: those in host memory need as much again on the device meanwhile."""
+"""Tensors from host memory that are copied by one call: they need as much again on the device meanwhile."""
+_LARGE = 16 << 20
+"""From so many bytes on a tensor is copied by itself, at the full speed of the memory. A call for many cuts them into
+launches, each with an end in which the memory idles; it saves time where a launch for each would take longer."""
+_WORD = torch.int64
+"""What calls for many copy, whatever the numbers are: each thread moves four, and with two bytes each too little would
+be on its way to keep the memory busy. Nor do such calls look at whether all tensors held are of one type."""
 _STEP_BYTES = 1 << 30
 """Intermediate results of a step, and what CUDA itself takes."""
 
 
-def verify(manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver) -> str:
-    """Digest of what was published, if it is what should have been, and fits. It touches nothing."""
-    check_fit(manifest, held, receiver)
-    digest = digest_published(manifest)
-    if digest != manifest.digest:
-        raise WeightSyncError(
-            f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
-            f"{manifest.digest}; {receiver.kept} is kept, publish again"
-        )
-    return digest
+class Pair(NamedTuple):
+    name: str
+    held: Tensor
+    published: Tensor
+    alone: bool
+    """Copied by itself."""
+
+
+class Update:
+    """A publication on its way into the tensors held."""
+
+    def __init__(self, pairs: Callable[[], Iterable[Pair]], at_once: int) -> None:
+        self._pairs, self._at_once = pairs, at_once
+
+    def load(self, names: Iterable[str] | None = None) -> None:
+        """All of it, or what has these names."""
+        pairs = iter(self._pairs())
+        if names is not None:
+            wanted = set(names)
+            pairs = (pair for pair in pairs if pair.name in wanted)
+        while some := list(islice(pairs, self._at_once)):
+            for pair in (pair for pair in some if pair.alone):
+                pair.held.copy_(pair.published)
+            if small := [pair for pair in some if not pair.alone]:
+                _copy([pair.held for pair in small], [pair.published for pair in small])
 
 
 class Checked(NamedTuple):
@@ -47,47 +70,62 @@ class Checked(NamedTuple):
     digest: str
     scales: tuple[LayerScales, ...]
     """Of keys and values in FP8."""
-    update: "Update"
+    update: Update
 
 
-def check(
-    manifest: WeightManifest, held: dict[str, Tensor], receiver: Receiver, device: torch.device, fp8: Fp8Serving | None
-) -> Checked:
-    """All that can be done before decoding has to stop."""
-    digest = verify(manifest, held, receiver)
-    scales = fp8.kv_scales(manifest, receiver) if fp8 is not None else ()
-    return Checked(digest, scales, Update(manifest, held, device))
+class Intake:
+    """Checks publications for the tensors held, in a thread, while decoding goes on.
 
-
-class Pair(NamedTuple):
-    name: str
-    held: Tensor
-    published: Tensor
-
-
-class Update:
-    """A publication on its way into the tensors held. What lies on the device is found when this is made.
-
-    To find it takes the host longer than the copy takes the device; decoding goes on meanwhile.
+    The step loop needs the interpreter every few milliseconds, and to look at hundreds of tensors takes Python as long.
+    So what was found out is kept: publications are alike, and lie at the same few places on the device.
     """
 
-    def __init__(self, manifest: WeightManifest, held: dict[str, Tensor], device: torch.device) -> None:
-        self._pairs = partial(_pairs, manifest, held, device)
-        self._ready = list(self._pairs()) if published(manifest).memory.device.type == device.type else None
+    def __init__(self, held: dict[str, Tensor], device: torch.device, fp8: Fp8Serving | None = None) -> None:
+        self.held, self.fp8, self._device = held, fp8, device
+        self._fitting: tuple[TensorSpec, ...] | None = None
+        """What was last found to fit."""
+        self._pairs = WeakKeyDictionary[Flat, list[Pair]]()
+        """Weak, because they hold memory as large as the model, which others may want to let go."""
 
-    def load(self, names: Iterable[str] | None = None) -> None:
-        """All of it, or what has these names."""
-        pairs = self._pairs() if self._ready is None else iter(self._ready)
-        if names is not None:
-            wanted = set(names)
-            pairs = (pair for pair in pairs if pair.name in wanted)
-        while some := list(islice(pairs, _AT_ONCE)):
-            _copy([pair.held for pair in some], [pair.published for pair in some])
+    def check(self, manifest: WeightManifest, receiver: Receiver) -> Checked:
+        """All that can be done before the copy. It touches nothing."""
+        if manifest.tensors != self._fitting:
+            check_fit(manifest, self.held, receiver)
+            self._fitting = manifest.tensors
+        digest = digest_published(manifest)
+        if digest != manifest.digest:
+            raise WeightSyncError(
+                f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
+                f"{manifest.digest}; {receiver.kept} is kept, publish again"
+            )
+        scales = self.fp8.kv_scales(manifest, receiver) if self.fp8 is not None else ()
+        return Checked(digest, scales, self._update(published(manifest)))
+
+    def _update(self, flat: Flat) -> Update:
+        find = partial(_pairs, flat, self.held, self._device)
+        if flat.memory.device.type != self._device.type:
+            return Update(find, _AT_ONCE)  # brought to the device when they are loaded
+        pairs = self._pairs.get(flat)
+        if pairs is None:
+            pairs = self._pairs[flat] = list(find())
+        return Update(lambda: pairs, len(pairs))
 
 
-def _pairs(manifest: WeightManifest, held: dict[str, Tensor], device: torch.device) -> Iterator[Pair]:
-    for name, tensor in read_published(manifest, device):
-        yield Pair(name, _plain(held[name]), _plain(tensor))
+def _pairs(flat: Flat, held: dict[str, Tensor], device: torch.device) -> Iterator[Pair]:
+    for name, tensor in flat.tensors():
+        yield _pair(name, held[name], tensor.to(device))
+
+
+def _pair(name: str, held: Tensor, published: Tensor) -> Pair:
+    if held.dtype == published.dtype and _has_words(held) and _has_words(published):
+        words = (tensor.view(-1).view(_WORD) for tensor in (held, published))
+        return Pair(name, *words, alone=held.nbytes >= _LARGE)
+    return Pair(name, _plain(held), _plain(published), alone=True)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    begin = tensor.storage_offset() * tensor.itemsize
+    return tensor.is_contiguous() and not begin % _WORD.itemsize and not tensor.nbytes % _WORD.itemsize
 
 
 def _plain(tensor: Tensor) -> Tensor:
