@@ -41,7 +41,7 @@ WORDS = (
     *("task=python", f"task.function={LISTS}:prompts", f"reward.function={LISTS}:reward"),
     *("rollout.group_size=8", "rollout.max_tokens=1024", "engine.max_length=1536", "engine.max_batch=1024"),
     *("engine.memory=0.3", "engine.prefill_chunk=4096", "trainer.token_budget=65536", "correction=cautious_tis"),
-    "evaluation.prompts=1024",
+    *("evaluation.prompts=1024", "trainer.lr=2e-5"),
     "rollout.fp8.allow_kv_without_qk_norm=true",
 )
 """Most answers are a few words, and some are long counts."""
@@ -232,15 +232,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--frozen-head", action="store_true", help="do not train it along")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--groups", type=int, help="groups of a step; 32, and 64 with --words")
-    parser.add_argument("--staleness", type=int, help="versions that an answer may take; 8, and 12 with --words")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--staleness", type=int, help="versions that an answer may take; 8, and 20 with --words")
+    parser.add_argument("--steps", type=int, help="40, and 90 with --words")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start", type=int, default=800, metavar="N", help="supervised steps without --model")
     parser.add_argument("--root", type=Path, metavar="DIR", help="where the runs are kept")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     options = parser.parse_intermixed_args(words)
     options.groups = options.groups or (64 if options.words else 32)
-    options.staleness = options.staleness or (12 if options.words else 8)
+    options.steps = options.steps or (90 if options.words else 40)
+    options.staleness = options.staleness or (20 if options.words else 8)
     if options.modes[0] in ("speculation", "fp8") and options.head is None and options.drafter != "ngram":
         parser.error("a head is learned from the mode before speculation: add one to --modes, or give --head")
     return options

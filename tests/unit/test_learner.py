@@ -147,6 +147,7 @@ def test_a_step_far_off_policy_moves_the_weights_less(model_path: Path):
         correction = Importance(reject=(), max_drift=limit(drift))
         learner = Learner(model_path, Run(trainer=Trainer(lr=1e-3, weight_decay=0.0), correction=correction))
         learner.caution.least = 0.0  # engines that agree with the trainer on the same weights
+        learner.version = 1  # the answers are of version 0
         before = torch.cat([p.detach().flatten().double() for p in learner.model.parameters()])
         learner.accumulate(make_groups(2))
         figures = learner.step().figures
@@ -154,6 +155,15 @@ def test_a_step_far_off_policy_moves_the_weights_less(model_path: Path):
         moved.append(torch.cat([p.detach().flatten().double() for p in learner.model.parameters()]) - before)
     assert figures["lr_scale"] == pytest.approx(0.5)
     torch.testing.assert_close(moved[1], moved[0] / 2, rtol=1e-3, atol=1e-6)
+
+
+def test_answers_of_the_trainers_own_version_are_not_late_however_engines_round(model_path: Path):
+    learner = Learner(model_path, Run(correction=Importance(reject=(), max_drift=1e-6)))
+    learner.caution.least = 0.0
+    learner.accumulate(make_groups(2))
+    figures = learner.step().figures
+    assert figures["mismatch_abs"] > 0.1
+    assert (figures["drift"], figures["lr_scale"]) == (0.0, 1.0)
 
 
 def test_groups_without_contrast_count_tokens_but_cost_no_gradient(model_path: Path):
