@@ -5,6 +5,7 @@ them. They are powers of two: from one version to the next most of them stay as 
 numbers stored under the old one are turned into the new one's without another rounding.
 """
 
+from collections.abc import Sequence
 from math import frexp, ldexp
 
 import torch
@@ -19,6 +20,8 @@ from asyncrl.precision.quantizer import E4M3, to_e4m3
 
 _AT_ONCE = 256
 """Pages of a layer that are rescaled together; they are floats meanwhile."""
+_COPIED_AT_ONCE = 16
+"""Pages of all layers, which lie in memory twice meanwhile."""
 
 
 class KvMemory:
@@ -40,10 +43,17 @@ class KvMemory:
         """Of keys and values by layer; empty where nothing is in FP8."""
         return [] if self._scales_L_2 is None else self._scales_L_2.tolist()
 
-    def copy(self, copy: Copy) -> None:
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """No page may be a source and a target."""
+        device = self._pages.device
+        # From pinned memory: the host would wait for the running step otherwise.
+        copies_K_2 = torch.tensor(copies, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         for pages in (self._pages, self._head_pages):
             if len(pages):
-                pages[:, :, copy.target].copy_(pages[:, :, copy.source])
+                words = pages.flatten(3).view(torch.int64)  # not every kernel knows FP8
+                for some_K_2 in copies_K_2.split(_COPIED_AT_ONCE):
+                    source_K, target_K = some_K_2.unbind(1)
+                    words.index_copy_(2, target_K, words.index_select(2, source_K))
 
     def rescale(self, given: tuple[LayerScales, ...]) -> None:
         """Use these from now on, also for what is stored already."""
