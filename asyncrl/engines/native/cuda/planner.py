@@ -74,6 +74,8 @@ class Planner:
 
     def prefill(self, fields: Fields) -> int:
         """Fill in tiles for rows that lag, first come first served, and return how many."""
+        if not self._lagging:
+            return 0
         slots, used, copies = self._slots, 0, list[Copy]()
         before = slots.computed.copy()
         behind = (self._next() - before[: slots.count]).tolist()
