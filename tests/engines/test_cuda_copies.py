@@ -31,11 +31,14 @@ class _Model:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("count", [1, 20])
-def test_pages_are_copied_bit_by_bit_and_no_other_one_changes(fp8: bool, count: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 10**5, 10**9])
+def test_pages_are_copied_bit_by_bit_and_no_other_one_changes(
+    monkeypatch: pytest.MonkeyPatch, fp8: bool, at_once: int
+) -> None:
+    monkeypatch.setattr("asyncrl.engines.native.cuda.memory.COPIED_BYTES", at_once)
     model: Any = _Model()
     memory = KvMemory(model, PAGES, fp8=fp8, head=True)
-    copies = [Copy(source=i % 7, target=PAGES - 1 - i) for i in range(count)]  # siblings have one source
+    copies = [Copy(source=i % 7, target=PAGES - 1 - i) for i in range(20)]  # siblings have one source
     held = [*(kv.pages_2_X_K_S_D for kv in memory.layers), memory.head.pages_2_X_K_S_D]
     expected = [_bytes(pages).clone() for pages in held]
     for pages in expected:

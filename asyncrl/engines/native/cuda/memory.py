@@ -8,6 +8,7 @@ numbers stored under the old one are turned into the new one's without another r
 from collections.abc import Sequence
 from math import frexp, ldexp
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +21,8 @@ from asyncrl.precision.quantizer import E4M3, to_e4m3
 
 _AT_ONCE = 256
 """Pages of a layer that are rescaled together; they are floats meanwhile."""
-_COPIED_AT_ONCE = 16
-"""Pages of all layers, which lie in memory twice meanwhile."""
+COPIED_BYTES = 1 << 27
+"""Of pages that are copied together, and lie in memory once more meanwhile."""
 
 
 class KvMemory:
@@ -30,6 +31,12 @@ class KvMemory:
         count = len(model.blocks)
         self._pages = model.new_pages(pages, PAGE, count, E4M3 if fp8 else None)
         self._head_pages = model.new_pages(pages, PAGE, int(head))
+        self._words = [
+            (each.flatten(3).view(torch.int64), max(1, COPIED_BYTES * pages // each.nbytes))
+            for each in (self._pages, self._head_pages)
+            if len(each)
+        ]
+        """Pages as integers, because not every kernel knows FP8, and how many are copied together."""
         self._scales_L_2 = torch.ones(count, 2, device=self._pages.device) if fp8 else None
         scales = [None] * count if self._scales_L_2 is None else self._scales_L_2.unbind()
         self.layers = [Kv(*each) for each in zip(self._pages.unbind(), scales, strict=True)]
@@ -47,13 +54,11 @@ class KvMemory:
         """No page may be a source and a target."""
         device = self._pages.device
         # From pinned memory: the host would wait for the running step otherwise.
-        copies_K_2 = torch.tensor(copies, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        for pages in (self._pages, self._head_pages):
-            if len(pages):
-                words = pages.flatten(3).view(torch.int64)  # not every kernel knows FP8
-                for some_K_2 in copies_K_2.split(_COPIED_AT_ONCE):
-                    source_K, target_K = some_K_2.unbind(1)
-                    words.index_copy_(2, target_K, words.index_select(2, source_K))
+        places_2_K = torch.tensor(np.array(copies).T, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        for words, at_once in self._words:
+            for first in range(0, len(copies), at_once):
+                source_K, target_K = places_2_K[:, first : first + at_once]
+                words.index_copy_(2, target_K, words.index_select(2, source_K))
 
     def rescale(self, given: tuple[LayerScales, ...]) -> None:
         """Use these from now on, also for what is stored already."""
