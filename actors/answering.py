@@ -146,6 +146,8 @@ class Answering:
 
 def _turn(opening: Request, segments: tuple[Segment, ...]) -> Request:
     """The request for the rest of the turn that the segments lead to."""
+    if not segments:
+        return opening
     said = [token for segment in segments for token in segment.tokens.tolist()]
     number = sum(segment.version == GIVEN for segment in segments)
     before = 0

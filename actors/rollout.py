@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from actors.answering import Answer, Answering, random_stream
+from actors.asked import Asked, batches, encode
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
 from actors.hidden_stream import HiddenRollouts
@@ -110,12 +111,12 @@ class RolloutActor:
         """
         known, unfinished = begun or {}, dict[Slot, tuple[Segment, ...]]()
         async with asyncio.TaskGroup() as tasks:
-            for ticket, prompt in work:
-                tokens = tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout))
-                for sample in ticket.samples:
-                    slot = Slot(ticket.group, sample)
-                    sampling = self._sample(slot, prompt, tokens, known.get(slot, ()), ticket.deadline, unfinished)
-                    tasks.create_task(self._activity.follow(slot, sampling))
+            for some in batches(work):
+                for asked in await encode(some, self._tokenizer, self._run.rollout):
+                    for sample in asked.ticket.samples:
+                        slot = Slot(asked.ticket.group, sample)
+                        sampling = self._sample(slot, asked, known.get(slot, ()), unfinished)
+                        tasks.create_task(self._activity.follow(slot, sampling))
                 await turns()  # all groups of a step at once would keep running answers from their next tokens
         if unfinished:
             await self._buffer.note(unfinished)
@@ -128,20 +129,14 @@ class RolloutActor:
             await self._engine.abort(request)
 
     async def _sample(
-        self,
-        slot: Slot,
-        prompt: Prompt,
-        tokens: tuple[int, ...],
-        begun: tuple[Segment, ...],
-        deadline: float,
-        unfinished: dict[Slot, tuple[Segment, ...]],
+        self, slot: Slot, asked: Asked, begun: tuple[Segment, ...], unfinished: dict[Slot, tuple[Segment, ...]]
     ) -> None:
         if self._answering.leaving:
             unfinished[slot] = begun
             return
         request = Request(
             id=f"{slot.group}/{slot.sample}",
-            tokens=tokens,
+            tokens=asked.tokens,
             sampling=self._sampling(),
             seed=random_stream(self._run.seed, "train", slot.group, slot.sample),
         )
@@ -150,8 +145,8 @@ class RolloutActor:
                 try:
                     answer = await self._answering.converse(
                         request,
-                        prompt,
-                        deadline,
+                        asked.prompt,
+                        asked.ticket.deadline,
                         begun,
                         slot,
                         lambda waits: self._activity.stage(slot, "environment" if waits else "generate"),
@@ -172,19 +167,19 @@ class RolloutActor:
                 await self._buffer.fail(slot, answer.failure.reason, answer.sampled_tokens)
                 return
             if answer.finish == "abort":
-                if answer.finished >= deadline:  # else the engine was closed, and a resumed run asks for it again
+                if answer.finished >= asked.ticket.deadline:  # else the engine was closed; a resumed run asks again
                     await self._buffer.fail(slot, "timeout", answer.sampled_tokens)
                 elif self._answering.leaving:
                     unfinished[slot] = answer.segments
                 return
-            await self._hand_in(request, slot, prompt, answer)
+            await self._hand_in(request, slot, asked, answer)
 
-    async def _hand_in(self, request: Request, slot: Slot, prompt: Prompt, answer: Answer) -> None:
+    async def _hand_in(self, request: Request, slot: Slot, asked: Asked, answer: Answer) -> None:
         """To be scored and stored."""
         trajectory = Trajectory(
             slot=slot,
-            prompt=prompt.uid,
-            segments=(Segment.given(request.tokens), *answer.segments),
+            prompt=asked.prompt.uid,
+            segments=(asked.segment, *answer.segments),
             reward=0.0,
             finish=answer.finish,
             started=answer.started,
@@ -195,7 +190,7 @@ class RolloutActor:
         if self._hidden is not None:
             self._hidden.send(request.id, trajectory)
         self._activity.stage(slot, "reward")
-        await self._outbox.hand_over(self._answering.reward_input(prompt, answer), trajectory)
+        await self._outbox.hand_over(self._answering.reward_input(asked.prompt, answer), trajectory)
 
     def _offered(self, request: Request) -> AbstractContextManager[None]:
         return nullcontext() if self._hidden is None else self._hidden.offered(request)

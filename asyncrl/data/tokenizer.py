@@ -1,6 +1,7 @@
 """Text to token ids and back, from the files of a Hugging Face model directory, with the `tokenizers` package alone."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,20 @@ class Tokenizer:
 
     def encode_prompt(self, prompt: Prompt, rollout: Rollout) -> list[int]:
         """Ids of a prompt as the run shows it to the model."""
-        if not rollout.chat:
-            if prompt.earlier:
-                raise ConfigError(f"prompt {prompt.uid} has earlier turns of a chat: set rollout.chat=true")
-            return self.encode(prompt.text)
-        return self.encode_chat(*prompt.earlier, prompt.text, system=rollout.system)
+        return self.encode_prompts([prompt], rollout)[0]
+
+    def encode_prompts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[list[int]]:
+        """The same for several. Other threads go on meanwhile: `tokenizers` lets go of the lock only for batches."""
+        shown = [self._shown(prompt, rollout) for prompt in prompts]
+        found = self._backend.encode_batch_fast(shown, add_special_tokens=not rollout.chat)
+        return [each.ids for each in found]
+
+    def _shown(self, prompt: Prompt, rollout: Rollout) -> str:
+        if rollout.chat:
+            return self._template().render((*prompt.earlier, prompt.text), rollout.system)
+        if prompt.earlier:
+            raise ConfigError(f"prompt {prompt.uid} has earlier turns of a chat: set rollout.chat=true")
+        return prompt.text
 
     def encode_turn(self, text: str, rollout: Rollout, *, after: int) -> list[int] | str:
         """Ids of what is said to the model after its turn, up to where its next one begins, or why there are none.

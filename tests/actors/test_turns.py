@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from actors.asked import AT_ONCE
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
@@ -66,10 +67,11 @@ def test_running_answers_get_their_tokens_while_groups_arrive(model: Path, tmp_p
                 await asyncio.sleep(0)
             generating.cancel()
             await asyncio.gather(generating, return_exceptions=True)
-            firsts = taken[::2]
-            assert taken[1::2] == firsts, "the samples of a group come together"
+            firsts = taken[:: 2 * AT_ONCE]
+            assert taken == [first for first in firsts for _ in range(2 * AT_ONCE)], "some groups come together"
+            assert len(firsts) == 3
             between = [later - earlier for earlier, later in pairwise(firsts[1:])]
-            assert set(between) == {1}, "one step from group to group, once the engine has work"
+            assert min(between) >= 1, "a step from those to the next, once the engine has work"
 
     asyncio.run(scenario())
 

@@ -141,7 +141,7 @@ def test_rows_are_computed_again_when_one_that_lagged_has_just_ended() -> None:
     waiting = deque(Job(ask(name, LONG[:count])) for name, count in (("short", 3), ("long", 9)))
     short, long = waiting
     slots, copies = SlotTable(2, 4 * PAGE), list[Copy]()
-    planner = Planner(slots, PageTable(2, 4 * PAGE, 8), waiting, copies.append, tiles=4, tile=16)
+    planner = Planner(slots, PageTable(2, 4 * PAGE, 8), waiting, copies.extend, tiles=4, tile=16)
     fields = StepInputs(Sizes(2, 1, 4, 4, 16), Timeline(torch.device("cpu"))).next()
     planner.admit()
     assert planner.prefill(fields) == 2
@@ -155,7 +155,7 @@ def _planner(waiting: deque[Job], rows: int) -> Planner:
     return Planner(SlotTable(rows, 4 * PAGE), PageTable(rows, 4 * PAGE, 8 * rows), waiting, _ignore, tiles=1, tile=16)
 
 
-def _ignore(_: Copy) -> None: ...
+def _ignore(_: list[Copy]) -> None: ...
 
 
 def test_rows_that_wait_for_a_prompt_go_on_sharing_it_after_an_update() -> None:

@@ -73,6 +73,15 @@ def test_a_prompt_is_encoded_as_the_run_says(tmp_path: Path) -> None:
     )
 
 
+def test_prompts_are_encoded_together_as_one_by_one(tmp_path: Path) -> None:
+    save_chat_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    prompts = [Prompt(uid="", text=text) for text in ("Hi", "2 + 2 =", "Hi Hi 4", "")]
+    assert tokenizer.encode_prompts(prompts, Rollout()) == [tokenizer.encode(prompt.text) for prompt in prompts]
+    chats = [tokenizer.encode_chat(prompt.text, system="S") for prompt in prompts]
+    assert tokenizer.encode_prompts(prompts, Rollout(chat=True, system="S")) == chats
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [

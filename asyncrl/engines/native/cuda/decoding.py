@@ -12,6 +12,7 @@ With drafts a step has more columns, and is followed by a graph that drafts for 
 much was accepted before it can plan on; it reads that while the next drafts are made.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -89,8 +90,8 @@ class Decoding:
             padded = _fitting(self._coarse, slots.count)
             self.drafting.catch_up(slots, table_N_P, padded, self.graphs, self.memory.head)
 
-    def copy_page(self, copy: Copy) -> None:
-        self.memory.copy(copy)
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        self.memory.copy(copies)
 
     def _capture(self, key: object, launch: partial[None]) -> None:
         launch()

@@ -5,8 +5,10 @@ them. They are powers of two: from one version to the next most of them stay as 
 numbers stored under the old one are turned into the new one's without another rounding.
 """
 
+from collections.abc import Sequence
 from math import frexp, ldexp
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from asyncrl.precision.quantizer import E4M3, to_e4m3
 
 _AT_ONCE = 256
 """Pages of a layer that are rescaled together; they are floats meanwhile."""
+COPIED_BYTES = 1 << 27
+"""Of pages that are copied together, and lie in memory once more meanwhile."""
 
 
 class KvMemory:
@@ -27,6 +31,12 @@ class KvMemory:
         count = len(model.blocks)
         self._pages = model.new_pages(pages, PAGE, count, E4M3 if fp8 else None)
         self._head_pages = model.new_pages(pages, PAGE, int(head))
+        self._words = [
+            (each.flatten(3).view(torch.int64), max(1, COPIED_BYTES * pages // each.nbytes))
+            for each in (self._pages, self._head_pages)
+            if len(each)
+        ]
+        """Pages as integers, because not every kernel knows FP8, and how many are copied together."""
         self._scales_L_2 = torch.ones(count, 2, device=self._pages.device) if fp8 else None
         scales = [None] * count if self._scales_L_2 is None else self._scales_L_2.unbind()
         self.layers = [Kv(*each) for each in zip(self._pages.unbind(), scales, strict=True)]
@@ -40,10 +50,15 @@ class KvMemory:
         """Of keys and values by layer; empty where nothing is in FP8."""
         return [] if self._scales_L_2 is None else self._scales_L_2.tolist()
 
-    def copy(self, copy: Copy) -> None:
-        for pages in (self._pages, self._head_pages):
-            if len(pages):
-                pages[:, :, copy.target].copy_(pages[:, :, copy.source])
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """No page may be a source and a target."""
+        device = self._pages.device
+        # From pinned memory: the host would wait for the running step otherwise.
+        places_2_K = torch.tensor(np.array(copies).T, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        for words, at_once in self._words:
+            for first in range(0, len(copies), at_once):
+                source_K, target_K = places_2_K[:, first : first + at_once]
+                words.index_copy_(2, target_K, words.index_select(2, source_K))
 
     def rescale(self, given: tuple[LayerScales, ...]) -> None:
         """Use these from now on, also for what is stored already."""

@@ -27,7 +27,7 @@ class PageTable:
         self.table = np.zeros((rows, pages_of(length, page)), np.int32)
         """The pages of each row, in order; what lies behind `held` is garbage."""
         self.held = np.zeros(rows, np.int64)
-        self._users = np.zeros(pages, np.int64)
+        self._users = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
 
     @property
@@ -39,8 +39,7 @@ class PageTable:
         missing = pages_of(length, self.page) - int(self.held[row])
         if missing > len(self._free):
             return False
-        for _ in range(missing):
-            self._append(row, self._free.pop())
+        self._give(row, [self._free.pop() for _ in range(missing)])
         return True
 
     def share(self, source: int, target: int, length: int) -> list[Copy] | None:
@@ -49,18 +48,15 @@ class PageTable:
         full, rest = divmod(length, self.page)
         if rest and not self._free:
             return None
-        for page in self.table[source, :full].tolist():
-            self._append(target, page)
-        if not rest:
-            return []
-        copy = Copy(int(self.table[source, full]), self._free.pop())
-        self._append(target, copy.target)
-        return [copy]
+        copies = [Copy(int(self.table[source, full]), self._free.pop())] if rest else []
+        self._give(target, self.table[source, :full].tolist() + [copy.target for copy in copies])
+        return copies
 
     def release(self, row: int) -> None:
-        pages = self.table[row, : self.held[row]]
-        self._users[pages] -= 1  # a row holds a page once
-        self._free += pages[self._users[pages] == 0].tolist()
+        for page in self.table[row, : self.held[row]].tolist():
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
         self.held[row] = 0
 
     def move(self, source: int, target: int) -> None:
@@ -70,10 +66,12 @@ class PageTable:
         self.table[target, :count] = self.table[source, :count]
         self.held[source] = 0
 
-    def _append(self, row: int, page: int) -> None:
-        self.table[row, self.held[row]] = page
-        self.held[row] += 1
-        self._users[page] += 1
+    def _give(self, row: int, pages: list[int]) -> None:
+        held = int(self.held[row])
+        self.held[row] = end = held + len(pages)
+        self.table[row, held:end] = pages
+        for page in pages:
+            self._users[page] += 1
 
 
 def pages_of(length: int, page: int = PAGE) -> int:

@@ -38,7 +38,7 @@ class Planner:
         slots: SlotTable,
         pages: PageTable,
         waiting: deque[Job],
-        copy: Callable[[Copy], None],
+        copy: Callable[[list[Copy]], None],
         *,
         tiles: int,
         tile: int,
@@ -74,7 +74,9 @@ class Planner:
 
     def prefill(self, fields: Fields) -> int:
         """Fill in tiles for rows that lag, first come first served, and return how many."""
-        slots, used = self._slots, 0
+        if not self._lagging:
+            return 0
+        slots, used, copies = self._slots, 0, list[Copy]()
         before = slots.computed.copy()
         behind = (self._next() - before[: slots.count]).tolist()
         self._lagging = [job for job in self._lagging if job.row >= 0 and behind[job.row] > 1]
@@ -85,8 +87,10 @@ class Planner:
             if leader is not None:
                 if before[leader.row] < len(job.request.tokens) - 1:
                     continue  # its prompt is there soon
-                if not self._share(leader, job):
+                copy = self._share(leader, job)
+                if copy is None:
                     break
+                copies += copy
                 continue
             if not self._hold(job):
                 break
@@ -96,6 +100,8 @@ class Planner:
             if start < end:
                 used += self._cut(fields, used, row, start, end)
                 slots.computed[row] = slots.head_computed[row] = end
+        if copies:
+            self._copy(copies)  # of pages that earlier steps have written, into pages that were free
         return used
 
     def decode(self, fields: Fields, padded: int) -> int:
@@ -227,18 +233,16 @@ class Planner:
     def _empty(self, job: Job) -> bool:
         return not self._pages.held[job.row]
 
-    def _share(self, leader: Job, job: Job) -> bool:
-        """Take over a prompt that an earlier step has computed."""
+    def _share(self, leader: Job, job: Job) -> list[Copy] | None:
+        """Take over a prompt that an earlier step has computed; returns the copies that are still to be made."""
         row, length = job.row, len(job.request.tokens) - 1
         copies = self._pages.share(leader.row, row, length)
         if copies is None or not self._pages.reserve(row, self._end(row)):
             self._pages.release(row)
-            return False
-        for copy in copies:
-            self._copy(copy)
+            return None
         self._slots.share_prompt(leader.row, row, length)
         job.leader = None
-        return True
+        return copies
 
     def _hold(self, job: Job) -> bool:
         """Whether the row has its pages, or gets them now: it leaves every other row one page to grow into."""
