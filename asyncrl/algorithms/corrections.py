@@ -69,8 +69,8 @@ class Caution:
     token changes that, and Adam divides the size of the gradient out again: only a smaller step helps.
 
     Engines that round otherwise than the trainer, in FP8 above all, are off by something even with the same weights.
-    That is no lateness: tokens of the trainer's own version do not count, nor does the least drift of any step, which is
-    the most that it can be.
+    That is no lateness: tokens of the trainer's own version do not count, nor does the least drift of any step, the
+    most that it can be.
     """
 
     def __init__(self, settings: Correction) -> None:
