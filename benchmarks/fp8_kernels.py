@@ -99,17 +99,18 @@ def attention(shape: str, rows: int, context: int) -> None:
     out: Tensor = qkv.new_empty(rows, heads.queries * heads.dim)
     pages = torch.randn(2, rows * each, heads.keys, PAGE, heads.dim, device="cuda", dtype=torch.bfloat16)
     narrow = Kv(pages.to(torch.float8_e4m3fn), torch.ones(2, device="cuda"))
-    # As vLLM holds them: the keys and values of a token side by side.
+    # As vLLM holds them: the keys and values of a token side by side, and with FP8 pages queries in FP8.
     joined = torch.cat([pages[0], pages[1]], -1)
     joined_narrow = joined.to(torch.float8_e4m3fn)
-    scales = torch.ones(2, device="cuda").unbind()
+    scales = kernel.Scales(*torch.ones(3, device="cuda").unbind())
     rest = integers_3_N[1] + 1, table_N_P, heads.dim**-0.5, out.view(rows, heads.queries, heads.dim)
     query = qkv.view(rows, heads.all, heads.dim)[:, : heads.queries]
+    narrow_query = query.to(torch.float8_e4m3fn)
     launches: dict[tuple[str, str, int], Callable[[kernel.Plan], None]] = {
         ("bf16", "our pages", 2): partial(kernel.attend, qkv, Kv(pages), heads, queries, out),
         ("FP8", "our pages", 1): partial(kernel.attend, qkv, narrow, heads, queries, out),
         ("bf16", "vLLM's pages", 2): partial(kernel.attend_last, query, joined, None, *rest),
-        ("FP8", "vLLM's pages", 1): partial(kernel.attend_last, query, joined_narrow, scales, *rest),
+        ("FP8", "vLLM's pages", 1): partial(kernel.attend_last, narrow_query, joined_narrow, scales, *rest),
     }
     for (kind, whose, size), launch in launches.items():
         times = {

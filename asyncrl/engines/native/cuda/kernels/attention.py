@@ -48,6 +48,14 @@ class Layout(NamedTuple):
     """So do values lie, in FP8 pages of our own; else like keys."""
 
 
+class Scales(NamedTuple):
+    """Single numbers, where keys and values are in FP8; the last where queries are, too."""
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None = None
+
+
 @triton.jit
 def _group(row_G, start_G, count_G, group, LAST: tl.constexpr):
     """Row, first position and number of tokens. `LAST`: of each row its last token, and `start_G` has their lengths."""
@@ -72,6 +80,17 @@ def _share(start, count, split, PAGE: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _heat(key_scale, query_scale, SCALE: tl.constexpr, SCALED: tl.constexpr):
+    """What scores are multiplied by, to be exponents of 2."""
+    heat = SCALE * 1.4426950408889634
+    if SCALED:
+        heat *= tl.load(key_scale)
+    if query_scale is not None:
+        heat *= tl.load(query_scale)
+    return heat
+
+
+@triton.jit
 def _mean(state, value_scale, SCALED: tl.constexpr, PAIRS: tl.constexpr):
     """Of the values, and what it weighs."""
     total, odd, weight, highest = state
@@ -89,6 +108,7 @@ def _attend(
     values,
     key_scale,
     value_scale,
+    query_scale,
     row_G,
     start_G,
     count_G,
@@ -119,13 +139,12 @@ def _attend(
     row, start, count = _group(row_G, start_G, count_G, group, LAST)
     first, seen, last = _share(start, count, split, PAGE, SPLITS)
     index_m, place_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    column = index_m // SHARE
-    inside_d = (place_d < D)[None, :]
+    column, inside_d = index_m // SHARE, (place_d < D)[None, :]
     token = (group * width + column).to(tl.int64)
     query_head = head * SHARE + index_m % SHARE
     source = queries + token[:, None] * QUERY + query_head[:, None] * D + place_d
     q = load(source, (column < count)[:, None] & inside_d, False, SCALED)
-    heat = SCALE * 1.4426950408889634 * (tl.load(key_scale) if SCALED else 1.0)
+    heat = _heat(key_scale, query_scale, SCALE, SCALED)
     PAIRS: tl.constexpr = SCALED and not BY_CHANNELS
     state = nothing(BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D, PAGE)
     k, v, line = keys + head * HEAD, values + head * HEAD, table + row * PAGES
@@ -170,14 +189,14 @@ def attend(qkv_T_X: Tensor, kv: Kv, heads: Heads, queries: Queries, out_T_X: Ten
     pages, scales = kv
     tokens, size = pages.shape[3], pages.shape[3] * heads.dim
     layout = Layout(heads.keys * size, size, heads.dim, tokens, by_channels=scales is not None)
-    pair = None if scales is None else (scales, scales[1:])
-    _launch(qkv_T_X, (pages[0], pages[1]), pair, layout, heads, queries, out_T_X, heads.dim**-0.5, plan)
+    given = None if scales is None else Scales(scales, scales[1:])
+    _launch(qkv_T_X, (pages[0], pages[1]), given, layout, heads, queries, out_T_X, heads.dim**-0.5, plan)
 
 
 def attend_last(
     query_N_H_D: Tensor,
     pages_X_K_S_2D: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
+    scales: Scales | None,
     lengths_N: Tensor,
     table_N_P: Tensor,
     scale: float,
@@ -186,8 +205,8 @@ def attend_last(
 ) -> None:
     """The last token of each row, whose keys and values are stored already, each token's side by side.
 
-    Axes of pages may lie in any order but for the last. A row of length 0 is padding and gives zeros. Scales are those
-    of keys and values, where pages hold E4M3 numbers.
+    Axes of pages may lie in any order but for the last. A row of length 0 is padding and gives zeros. With scales,
+    pages hold E4M3 numbers, and so do queries with one of their own.
     """
     (_, kv_heads, tokens, _), (page, head, token, _) = pages_X_K_S_2D.shape, pages_X_K_S_2D.stride()
     heads = Heads(query_N_H_D.shape[1], kv_heads, query_N_H_D.shape[2])
@@ -200,7 +219,7 @@ def attend_last(
 def _launch(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor] | None,
+    scales: Scales | None,
     layout: Layout,
     heads: Heads,
     queries: Queries,
@@ -218,7 +237,7 @@ def _launch(
         parts = out.new_empty(heads_of_all, splits, heads.dim, dtype=torch.float32)
         log_weight = out.new_empty(heads_of_all, splits, dtype=torch.float32)
     _attend[(queries.groups, heads.keys, splits)](
-        *(q, *pages, *(scales or (out, out)), queries.row_G, queries.start_G, queries.count_G, queries.table_N_P),
+        *(q, *pages, *(scales or (out, out, None)), queries.row_G, queries.start_G, queries.count_G, queries.table_N_P),
         *(parts, log_weight, queries.width),
         SCALE=scale,
         H=heads.queries,
