@@ -9,7 +9,7 @@ step is made per batch, so pi is the very policy being differentiated and no sec
     sequence TIS    w_t = clamp(prod rho, floor, cap)                   sequence MIS: 0 outside instead
     rejection       w_t = 0 where a measure of rho, of the token or of its sample, leaves its bounds
     veto            w_t = 0 for a sample with any rho_t < veto
-    caution         lr * min(1, sqrt(max_drift / (drift - least))),  drift = mean((log rho)^2), 0 of age 0
+    caution         lr * min(1, sqrt(max_drift / (drift - least))),  drift = mean((log rho)^2), least that of any step
     interpolated    log prox_t = log mu_t + a (log pi_t - log mu_t),  a = (age - 1) / age: the version before pi's
 
 Weights are constants to the gradient and multiply the whole clipped term. Rejection changes no denominator, so what is
@@ -69,8 +69,8 @@ class Caution:
     token changes that, and Adam divides the size of the gradient out again: only a smaller step helps.
 
     Engines that round otherwise than the trainer, in FP8 above all, are off by something even with the same weights.
-    That is no lateness: tokens of the trainer's own version do not count, nor does the least drift of any step, the
-    most that it can be.
+    That is no lateness: the least drift of any step is the most that it can be, and does not count. Nor does any drift
+    of a step whose tokens are all of the trainer's own version.
     """
 
     def __init__(self, settings: Correction) -> None:
@@ -78,12 +78,13 @@ class Caution:
         self.least = math.inf
         """So far; a checkpoint keeps it."""
 
-    def scale(self, drift: float) -> float:
-        """What the learning rate of a step is multiplied by; `drift` as in `asyncrl.training.diagnostics`."""
+    def scale(self, drift: float, *, late: bool = True) -> float:
+        """What the learning rate of a step is multiplied by; `drift` is the mean (log rho)^2 of its tokens, and `late`
+        whether any of them is of an older version."""
         if drift > 0:  # 0 where a step has nothing to learn from
             self.least = min(self.least, drift)
-        late = drift - self.least
-        return (self._limit / late) ** 0.5 if self._limit and late > self._limit else 1.0
+        excess = drift - self.least
+        return (self._limit / excess) ** 0.5 if late and self._limit and excess > self._limit else 1.0
 
 
 def _split(

@@ -153,8 +153,8 @@ class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
     """Divide the weights by their mean over the step's tokens that are learned from."""
     reject: tuple[Reject, ...] = (Reject(measure="k3", over="mean", high=0.05),)
     max_drift: NonNegative = 0.01
-    """Mean (log rho)^2 of a step beyond which its learning rate is lowered, by the root of the excess; tokens of the
-    trainer's own version count as 0. 0: never."""
+    """Mean (log rho)^2 of a step beyond which its learning rate is lowered, by the root of the excess; never where
+    all tokens are of the trainer's own version. 0: never at all."""
     veto: Fraction = 0.0
     """Reject a sample if any token's rho is below this; 0 turns it off."""
 

@@ -4,7 +4,7 @@
     ess_used      the same of the weights as used   truncated, and 0 where rejected: a single absurd token does little
     mismatch_kl   mean(log mu - log pi)             k1, of either sign
     mismatch_k3   mean(rho - 1 - log rho)           never negative
-    drift         mean((log rho)^2), 0 of age 0     what the correction's `max_drift` bounds
+    drift         mean((log rho)^2)                 what the correction's `max_drift` bounds
     chi2_token    mean(rho^2) - 1                   chi2_sequence the same with the product over each sample
     ppl_gap       mean over samples of |mean log mu - mean log pi|
 
@@ -72,7 +72,7 @@ def figures(observed: Sequence[Observed]) -> dict[str, float]:
     """Of the whole step; those of an on-policy one when nothing was measured."""
     if not observed:
         return dict(NOTHING)
-    log_rho_L, age_L, truncated_L, rejected_L, weight_L = torch.cat([part.columns_5_L for part in observed], dim=1)
+    log_rho_L, _, truncated_L, rejected_L, weight_L = torch.cat([part.columns_5_L for part in observed], dim=1)
     sum_S, length_S, rejected_S = torch.cat([part.columns_3_S for part in observed], dim=1)
     rho_L = log_rho_L.exp()
     squared = rho_L.square().mean()
@@ -89,7 +89,7 @@ def figures(observed: Sequence[Observed]) -> dict[str, float]:
             -log_rho_L.mean(),
             (rho_L - 1 - log_rho_L).mean(),
             log_rho_L.abs().mean(),
-            (log_rho_L.square() * (age_L > 0)).mean(),
+            log_rho_L.square().mean(),
             squared - 1,
             (2 * sum_S).clamp(max=2 * LOG_RATIO_BOUND).exp().mean() - 1,
             (sum_S / length_S).abs().mean(),
@@ -100,6 +100,11 @@ def figures(observed: Sequence[Observed]) -> dict[str, float]:
         ]
     )
     return dict(zip(NOTHING, found.tolist(), strict=True))
+
+
+def late(observed: Sequence[Observed]) -> bool:
+    """Whether any token is of an older version than the trainer's."""
+    return any(bool((part.columns_5_L[1] > 0).any()) for part in observed)
 
 
 def shares(observed: Sequence[Observed]) -> tuple[Share, ...]:

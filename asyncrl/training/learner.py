@@ -27,7 +27,7 @@ from asyncrl.training import memory
 from asyncrl.training.credit import Credit
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
-from asyncrl.training.diagnostics import Observed, Ratios, figures, most_off_policy, shares
+from asyncrl.training.diagnostics import Observed, Ratios, figures, late, most_off_policy, shares
 from asyncrl.training.findings import Findings, of_all
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.graded import graded
@@ -209,7 +209,7 @@ class Learner:
         if not self._fault and not np.isfinite(norm):
             self._fault = f"the gradient of {self._samples} samples is not finite"
         found = figures(self._observed)
-        found["lr_scale"] = self.caution.scale(found["drift"])
+        found["lr_scale"] = self.caution.scale(found["drift"], late=late(self._observed))
         if not self._fault:
             self.optimizer.param_groups[0]["lr"] = self._learning_rate() * found["lr_scale"]
             self.optimizer.step()

@@ -163,7 +163,8 @@ def test_answers_of_the_trainers_own_version_are_not_late_however_engines_round(
     learner.accumulate(make_groups(2))
     figures = learner.step().figures
     assert figures["mismatch_abs"] > 0.1
-    assert (figures["drift"], figures["lr_scale"]) == (0.0, 1.0)
+    assert figures["drift"] > 0.01
+    assert figures["lr_scale"] == 1.0
 
 
 def test_groups_without_contrast_count_tokens_but_cost_no_gradient(model_path: Path):
