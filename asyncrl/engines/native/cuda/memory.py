@@ -8,7 +8,6 @@ numbers stored under the old one are turned into the new one's without another r
 from collections.abc import Sequence
 from math import frexp, ldexp
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +53,8 @@ class KvMemory:
         """No page may be a source and a target."""
         device = self._pages.device
         # From pinned memory: the host would wait for the running step otherwise.
-        places_2_K = torch.tensor(np.array(copies).T, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        places_2_K = torch.tensor(list(zip(*copies, strict=True)), pin_memory=device.type == "cuda")
+        places_2_K = places_2_K.to(device, non_blocking=True)
         for words, at_once in self._words:
             for first in range(0, len(copies), at_once):
                 source_K, target_K = places_2_K[:, first : first + at_once]
