@@ -41,10 +41,12 @@ WORDS = (
     *("task=python", f"task.function={LISTS}:prompts", f"reward.function={LISTS}:reward"),
     *("rollout.group_size=8", "rollout.max_tokens=1024", "engine.max_length=1536", "engine.max_batch=1024"),
     *("engine.memory=0.3", "engine.prefill_chunk=4096", "trainer.token_budget=65536", "correction=cautious_tis"),
-    *("evaluation.prompts=1024", "trainer.lr=2e-5"),
+    *("evaluation.prompts=1024", "trainer.lr=2e-5", "algorithm.aggregation=sequence"),
     "rollout.fp8.allow_kv_without_qk_norm=true",
 )
-"""Most answers are a few words, and some are long counts."""
+"""Most answers are a few words, and some are long counts. Those have two thirds of a step's tokens, and come late where
+answers may take some versions: were each token to count the same, then one step would be all words, and the next one
+all counts."""
 LONG = 8.0
 """Longest answer over the median, from which a workload counts as long-tailed."""
 MODES = ("sync", "stream", "partial", "speculation", "fp8")

@@ -13,6 +13,7 @@ copy and the step behind it; one that begins before is the check of the publishe
 
 import argparse
 import asyncio
+import gc
 import statistics
 import tempfile
 from collections.abc import Generator, Iterable
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from actors.spawn import GARBAGE
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
@@ -149,6 +151,8 @@ async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespac
     running = [asyncio.create_task(answer(engine, number)) for number in range(arguments.requests)]
     while engine.stats().generated_tokens < 20 * arguments.requests:  # noqa: ASYNC110  (a counter, not an event)
         await asyncio.sleep(0.01)
+    gc.freeze()  # as in a rollout actor
+    gc.set_threshold(*GARBAGE)
     arrivals = Arrivals(engine)
     before, began = engine.stats().generated_tokens, perf_counter()
     await asyncio.sleep(2)

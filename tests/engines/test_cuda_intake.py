@@ -76,10 +76,10 @@ def test_memory_that_nobody_else_holds_is_let_go(monkeypatch: pytest.MonkeyPatch
     for version in (1, 3):
         intake.check(trainer.publish(version, tensors(float(version))), WHO).update.load()
         assert (held["up"] == version).all()
-        assert len(intake._pairs) == 1
+        assert len(intake._updates) == 1
         trainer.flats.clear()
         built.clear()
-        assert len(intake._pairs) == 0
+        assert len(intake._updates) == 0
 
 
 @pytest.mark.parametrize("other", [{"norm": (17,)}, {"more": (3,)}])

@@ -8,6 +8,9 @@ The result stays on the device as the input of the next step, so the device neve
 planning and recording take less time than a step. Rows with top-k or top-p are drawn once more, by torch, behind the
 graph.
 
+Prompts come in beside rows that decode, in so many combinations that few have a graph. Those that are frequent get one,
+which reads the weights once for both; the others are run as two graphs, of which there are few: prompts, then rows.
+
 With drafts a step has more columns, and is followed by a graph that drafts for the next one. The host has to know how
 much was accepted before it can plan on; it reads that while the next drafts are made.
 """
@@ -26,9 +29,12 @@ from asyncrl.engines.native.cuda.kernels.shapes import Drafts
 from asyncrl.engines.native.cuda.memory import KvMemory
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import Copy
+from asyncrl.engines.native.cuda.weights import Update
 from asyncrl.engines.native.sampling import Column, RowSettings, sample
 from asyncrl.engines.native.slots import SlotTable
 
+_JOINED_AFTER = 32
+"""Steps with so many tiles beside so many rows, until they are worth a graph of their own."""
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -60,9 +66,10 @@ class Decoding:
         return Shape(_fitting(sizes, rows), width, tiles, follow and self.drafting is not None)
 
     def capture_all(self, depths: list[int]) -> None:
-        """For steps without tiles, the largest first. All rows are padding, so nothing is written."""
+        """For rows and for tiles, the largest first. All of them are padding, so nothing is written."""
         wide = [Shape(rows, 1 + depth, 0, self.drafting is not None) for rows in self._coarse for depth in depths]
-        for shape in sorted([*wide, *map(Shape, self._buckets)], key=lambda shape: -shape.rows * shape.width):
+        shapes = [*wide, *map(Shape, self._buckets), *(Shape(0, 1, tiles) for tiles in self._tiles)]
+        for shape in sorted(shapes, key=lambda shape: -sum(map(len, self.inputs.tokens(shape)))):
             self._capture(shape, partial(self._launch, shape))
         if self.drafting is not None:
             for rows in reversed(self._coarse):
@@ -73,7 +80,8 @@ class Decoding:
         """Run what the inputs say."""
         restricted = self._restricted(settings)  # before the step, for which it would wait
         self.inputs.send(rows)
-        self.graphs.run(shape, partial(self._launch, shape))
+        for part in self._parts(shape):
+            self.graphs.run(part, partial(self._launch, part))
         if restricted is not None:
             self._draw_again(shape, rows, restricted)
         return self._board.read(shape)
@@ -93,6 +101,19 @@ class Decoding:
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         self.memory.copy(copies)
 
+    def load(self, update: Update) -> None:
+        """New weights: hundreds of copies, by one launch where some have come from the same place before."""
+        if update.place is not None and self.graphs.worthwhile(update.place, after=1):
+            self.graphs.run(update.place, update.load)
+        else:
+            update.load()
+
+    def _parts(self, shape: Shape) -> Sequence[Shape]:
+        """Rows may decode behind tiles of the same step, so those come first."""
+        if not shape.tiles or self.graphs.worthwhile(shape, _JOINED_AFTER):
+            return [shape]
+        return Shape(0, 1, shape.tiles), shape._replace(tiles=0)
+
     def _capture(self, key: object, launch: partial[None]) -> None:
         launch()
         self.graphs.capture(key, launch)
@@ -102,7 +123,8 @@ class Decoding:
         hidden_T_E = self._hidden_T_E[: sum(map(len, tokens)) if self._all_final else count]
         taps = self.drafting.taps() if self.drafting is not None else None
         self.model.forward(tokens, queries, self._board.ahead_W_B.view(-1), self.memory.layers, hidden_T_E, taps)
-        self._sample(shape, self.model.logits(hidden_T_E[:count]))
+        if count:
+            self._sample(shape, self.model.logits(hidden_T_E[:count]))
         if self.drafting is not None:
             read_T_R = hidden_T_E if taps is None else torch.cat(taps.found_T_E, -1)
             self.drafting.see(shape, read_T_R, self.memory.head)

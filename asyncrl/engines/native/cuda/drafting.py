@@ -88,8 +88,9 @@ class Drafting:
             self._feature_B_E[:rows] = feature_T_E.index_select(0, last_N)
             self._board.ahead_W_B[0, :rows] = token_X.index_select(0, last_N)
             return
-        slot_N = device.start_N[:rows].long() % RING
-        self._ring_B_Q_R[self._row_B[:rows], slot_N] = read_T_R[:count]
+        if rows:
+            slot_N = device.start_N[:rows].long() % RING
+            self._ring_B_Q_R[self._row_B[:rows], slot_N] = read_T_R[:count]
         if tile_tokens:
             feature_T_E = self._cuda_head.features(read_T_R[count:])
             self._cuda_head.store(feature_T_E, tile_tokens, self._inputs.tiles(shape), kv)

@@ -138,7 +138,7 @@ class CudaEngine(RowEngine):
         with self._timeline.work():
             if intake.fp8 is not None:
                 intake.fp8.probe(manifest, receiver, update.load)
-            update.load()
+            self._decoding.load(update)
             if scales:
                 self._decoding.memory.rescale(scales)
             return digest, self._timeline.mark()

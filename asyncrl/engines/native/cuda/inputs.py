@@ -123,14 +123,15 @@ class StepInputs:
         self._block.send(self._block.begins[-1] + rows * self._sizes.pages)
 
     def tokens(self, shape: Shape) -> list[Tensor]:
-        """Of the rows, and of the tiles."""
-        rows = self.device.token_X[: shape.rows * shape.width]
-        return [rows, self.device.tile_token_J_S[: shape.tiles].view(-1)] if shape.tiles else [rows]
+        """Of the rows, and of the tiles; of none where there are none."""
+        rows, tiles = shape.rows * shape.width, shape.tiles
+        parts = self.device.token_X[:rows], self.device.tile_token_J_S[:tiles].view(-1)
+        return [part for part in parts if len(part)]
 
     def queries(self, shape: Shape) -> list[Queries]:
         """The same."""
         rows = self.rows(shape.rows, shape.width, self.device.start_N, self.device.count_N)
-        return [rows, *self.tiles(shape)]
+        return [*([rows] if shape.rows else []), *self.tiles(shape)]
 
     def rows(self, rows: int, width: int, start_N: Tensor, count_N: Tensor) -> Queries:
         return Queries(width, self._identity_N[:rows], start_N[:rows], count_N[:rows], self.device.table_N_P)

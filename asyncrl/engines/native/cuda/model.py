@@ -90,13 +90,16 @@ class CudaModel:
         out_T_E: Tensor,
         taps: Taps | None = None,
     ) -> None:
-        """Final hidden states of the first queries, or of all of them, as many as `out_T_E` has room for."""
+        """Final hidden states of all queries, of the first, or of none: as many as `out_T_E` has room for."""
         x_T_E = self.embedded(tokens, sampled)
-        final = queries if out_T_E.shape[0] == x_T_E.shape[0] else queries[:1]
+        final = queries if out_T_E.shape[0] == x_T_E.shape[0] else queries[: min(1, out_T_E.shape[0])]
         for index, (block, held) in enumerate(zip(self.blocks, kv, strict=True)):
             if taps is not None and index in taps.layers:
                 taps.see(index, x_T_E.clone())
             wanted = queries if index + 1 < len(self.blocks) else final
+            if not wanted:  # all that is left of the last layer
+                self.store(block, self.normed_for(block.qkv, x_T_E, self.input_norms[index]), queries, held)
+                return
             x_T_E = self.layer(self.input_norms[index], block, x_T_E, queries, wanted, held)
         self.kernels.rms_norm(x_T_E, self._norm_E, self._eps, out_T_E)
 

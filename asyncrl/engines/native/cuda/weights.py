@@ -3,7 +3,7 @@
 The published bytes are checked before anything is touched, so there is no copy of the old weights to fall back to.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -48,8 +48,9 @@ class Pair(NamedTuple):
 class Update:
     """A publication on its way into the tensors held."""
 
-    def __init__(self, pairs: Callable[[], Iterable[Pair]], at_once: int) -> None:
-        self._pairs, self._at_once = pairs, at_once
+    def __init__(self, pairs: Callable[[], Iterable[Pair]], at_once: int, place: Hashable | None = None) -> None:
+        """`place` is equal for publications at the same addresses of the device."""
+        self._pairs, self._at_once, self.place = pairs, at_once, place
 
     def load(self, names: Iterable[str] | None = None) -> None:
         """All of it, or what has these names."""
@@ -84,7 +85,7 @@ class Intake:
         self.held, self.fp8, self._device = held, fp8, device
         self._fitting: tuple[TensorSpec, ...] | None = None
         """What was last found to fit."""
-        self._pairs = WeakKeyDictionary[Flat, list[Pair]]()
+        self._updates = WeakKeyDictionary[Flat, Update]()
         """Weak, because they hold memory as large as the model, which others may want to let go."""
 
     def check(self, manifest: WeightManifest, receiver: Receiver) -> Checked:
@@ -105,10 +106,11 @@ class Intake:
         find = partial(_pairs, flat, self.held, self._device)
         if flat.memory.device.type != self._device.type:
             return Update(find, _AT_ONCE)  # brought to the device when they are loaded
-        pairs = self._pairs.get(flat)
-        if pairs is None:
-            pairs = self._pairs[flat] = list(find())
-        return Update(lambda: pairs, len(pairs))
+        update = self._updates.get(flat)
+        if update is None:
+            pairs = list(find())
+            update = self._updates[flat] = Update(lambda: pairs, len(pairs), place=object())
+        return update
 
 
 def _pairs(flat: Flat, held: dict[str, Tensor], device: torch.device) -> Iterator[Pair]:
