@@ -80,6 +80,7 @@ class CudaEngine(RowEngine):
         self._flight: Flight | None = None
         self._due: int | None = None
         """The version of weights that the running step has not yet seen, but each further one does."""
+        self._passed = False  # whether that step has been read
         self._drafter_version = 0
         self.kv_tokens = 0
         """Tokens whose keys and values there is room for, once it has started."""
@@ -97,7 +98,7 @@ class CudaEngine(RowEngine):
             self._require_serving(what)
             receiver = Receiver(self.name, f"version {self._version}", "model")
             digest, loaded = await self._load(manifest, self._intake, receiver, what)
-            self._due, again = manifest.version, 0
+            self._due, self._passed, again = manifest.version, self._flight is None, 0
             self._planner.forget_prompts()
             if on_update == "recompute":
                 self._drain()
@@ -151,6 +152,7 @@ class CudaEngine(RowEngine):
             else:
                 await turns()
                 self._require_serving(what)
+                self._switch()
 
     def _open(self) -> None:
         settings, device, timeline = self.settings, self._device, Timeline(self._device)
@@ -199,8 +201,7 @@ class CudaEngine(RowEngine):
         del self._decoding, self._planner, self._slots, self._intake, self._speculation
         self._flight = self._due = None
         gc.collect()  # captured graphs lie in cycles, and hold memory that others on the card wait for
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _step(self) -> None:
         self._planner.admit()
@@ -227,8 +228,8 @@ class CudaEngine(RowEngine):
         self._switch()
 
     def _switch(self) -> None:
-        """What was launched before new weights has been read."""
-        if self._due is not None:
+        """Not right behind the tokens of the old version: to cut all answers takes time, and they would wait for it."""
+        if self._due is not None and self._passed:
             version, self._due = self._due, None
             self._switch_version(version)
             self._clock.stop()  # the next step waits for the copy
@@ -273,6 +274,7 @@ class CudaEngine(RowEngine):
         return tiles
 
     def _collect(self, flight: Flight, rows_R: Column, place_R: Column) -> None:
+        self._switch()
         flight.mark.wait()
         if len(rows_R):
             slots = self._slots
@@ -280,7 +282,7 @@ class CudaEngine(RowEngine):
             sampled, ended = slots.keep(rows_R, slots.known[rows_R], flight.token_N_W[place_R, 0], logprob_R)
             self._measure(flight, PLAIN, sampled, sampled)
             self._record(sampled, 0, ended, float(logprob_R.sum()))
-        self._switch()
+        self._passed = True
 
     def _measure(self, flight: Flight, strategy: Strategy, batch: int, tokens: int) -> None:
         """Steps that were mostly prompts say nothing about decoding; what is mostly is the same for all depths."""
