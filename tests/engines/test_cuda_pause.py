@@ -38,9 +38,7 @@ async def observed(engine: CudaEngine, path: Path) -> list[tuple[int, int]]:
 def test_tokens_of_the_old_version_do_not_wait_until_answers_are_cut(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     settings = Settings(max_batch=4, max_length=512)
-    found = asyncio.run(
-        observed(CudaEngine(tmp_path, settings, name="watched", device=torch.device("cpu")), tmp_path)
-    )
+    found = asyncio.run(observed(CudaEngine(tmp_path, settings, name="watched", device=torch.device("cpu")), tmp_path))
     changed = next(index for index, (_, version) in enumerate(found) if version == 1)
     assert found[changed][0] == found[changed - 1][0]  # seen with the old version first
     assert found[-1] == (TOKENS, 1)
