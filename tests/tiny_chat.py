@@ -5,6 +5,7 @@ from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from tests.tiny_model import tiny_checkpoint
 
@@ -32,6 +33,14 @@ def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
+
+
+def chat_ids(directory: Path, *turns: str, system: str = "") -> list[int]:
+    """What transformers makes of the user's and the model's turns, up to where the model's next one begins."""
+    said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages = [{"role": "system", "content": system}] * bool(system) + said
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def tiny_chat_model(directory: Path) -> Path:

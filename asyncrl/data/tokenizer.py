@@ -34,11 +34,6 @@ class Tokenizer:
         """Ids of a prompt, with the special tokens that the model's own tokenizer puts around a text."""
         return self._backend.encode(text).ids
 
-    def encode_chat(self, *turns: str, system: str = "") -> list[int]:
-        """Ids of a chat, the user's and the model's turns in alternation, up to where the model's next one begins."""
-        # The template writes the special tokens itself.
-        return self._backend.encode(self._template().render(turns, system), add_special_tokens=False).ids
-
     def _template(self) -> ChatTemplate:
         if self._chat is None:
             raise CheckpointError(
@@ -53,7 +48,7 @@ class Tokenizer:
 
     def encode_prompts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[list[int]]:
         """The same for several. Other threads go on meanwhile: `tokenizers` lets go of the lock only for batches."""
-        shown = [self._shown(prompt, rollout) for prompt in prompts]
+        shown = [self._shown(prompt, rollout) for prompt in prompts]  # a template writes special tokens itself
         found = self._backend.encode_batch_fast(shown, add_special_tokens=not rollout.chat)
         return [each.ids for each in found]
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.reader import read_run
-from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.tasks.base import make_task
 from pipelines.compose import compose
 from pipelines.plan import problems
 from pipelines.train import train
-from tests.tiny_chat import save_chat_tokenizer, tiny_chat_model
+from tests.tiny_chat import chat_ids, save_chat_tokenizer, tiny_chat_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2_reasoning.py"
 SMALL = (
@@ -50,12 +49,12 @@ def test_a_run(tmp_path: Path, chat_model: Path) -> None:
     assert 0 < summary["reward_first"] < 1  # a tagged answer is half in reach of a random model, a right one is not
 
     # Training and preflight see the prompt that transformers would have made of it.
-    tokenizer, task = load_tokenizer(chat_model), make_task(run.task, run.seed)
+    task = make_task(run.task, run.seed)
     for trajectory in read_run(tmp_path / "run" / "trajectories"):
         _, split, index = trajectory.prompt.split("/")
         assert split == "train"
         prompt = task.prompt("train", int(index))
-        expected = tokenizer.encode_chat(*prompt.earlier, prompt.text, system="Count")
+        expected = chat_ids(chat_model, *prompt.earlier, prompt.text, system="Count")
         assert (len(prompt.earlier), trajectory.segments[0].tokens.tolist()) == (2, expected)
         assert trajectory.reward == 0 or 0.1 <= trajectory.reward <= 1
 

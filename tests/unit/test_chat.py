@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from asyncrl.config import Rollout
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import CheckpointError
 from asyncrl.types import Prompt
-from tests.tiny_chat import CHATML, END, START, save_chat_tokenizer
+from tests.tiny_chat import CHATML, END, START, chat_ids, save_chat_tokenizer
 
 TEMPLATES = {
     "chatml": CHATML,
@@ -32,6 +31,7 @@ TEMPLATES = {
         "{% if tools is not none or documents is not none %}{{ raise_exception('no tools here') }}{% endif %}"
     ),
 }
+CHAT, HI = Rollout(chat=True), Prompt(uid="", text="Hi")
 QUESTIONS = ["1 + 1 =", "  blanks\n\n\tand\nlines  ", f"<b>ünïcödé</b> & 'quotes' {START}user {END}"]
 
 
@@ -40,12 +40,9 @@ QUESTIONS = ["1 + 1 =", "  blanks\n\n\tand\nlines  ", f"<b>ünïcödé</b> & 'qu
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_ids_are_those_of_transformers(tmp_path: Path, template: str, system: str, question: str) -> None:
     save_chat_tokenizer(tmp_path, template)
-    turns = [("user", "2 + 2 ="), ("assistant", " 4 "), ("user", question)]
-    messages = [{"role": role, "content": text} for role, text in [("system", system)] * bool(system) + turns]
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
-    assert load_tokenizer(tmp_path).encode_chat("2 + 2 =", " 4 ", question, system=system) == theirs
+    prompt = Prompt(uid="", text=question, earlier=("2 + 2 =", " 4 "))
+    ours = load_tokenizer(tmp_path).encode_prompt(prompt, Rollout(chat=True, system=system))
+    assert ours == chat_ids(tmp_path, *prompt.earlier, question, system=system)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +52,16 @@ def test_the_template_may_stand_in_the_tokenizers_config(tmp_path: Path, listed:
     save_chat_tokenizer(tmp_path, None)
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": listed}))
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
-    )
-    assert load_tokenizer(tmp_path).encode_chat("Hi") == theirs
+    assert load_tokenizer(tmp_path).encode_prompt(HI, CHAT) == chat_ids(tmp_path, "Hi")
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")  # a file of its own goes first
-    assert load_tokenizer(tmp_path).encode_chat("Hi") == load_tokenizer(tmp_path).encode("Hi")
+    assert load_tokenizer(tmp_path).encode_prompt(HI, CHAT) == load_tokenizer(tmp_path).encode("Hi")
 
 
 def test_a_prompt_is_encoded_as_the_run_says(tmp_path: Path) -> None:
     save_chat_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     prompt = Prompt(uid="", text="Hi", earlier=("2 + 2 =", "4"))
-    assert tokenizer.encode_prompt(Prompt(uid="", text="Hi"), Rollout()) == tokenizer.encode("Hi")
+    assert tokenizer.encode_prompt(HI, Rollout()) == tokenizer.encode("Hi")
     assert tokenizer.decode(tokenizer.encode_prompt(prompt, Rollout(chat=True, system="S"))) == (
         "system\nS\nuser\n2 + 2 =\nassistant\n4\nuser\nHi\nassistant\n"  # special tokens are not text
     )
@@ -78,7 +72,7 @@ def test_prompts_are_encoded_together_as_one_by_one(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     prompts = [Prompt(uid="", text=text) for text in ("Hi", "2 + 2 =", "Hi Hi 4", "")]
     assert tokenizer.encode_prompts(prompts, Rollout()) == [tokenizer.encode(prompt.text) for prompt in prompts]
-    chats = [tokenizer.encode_chat(prompt.text, system="S") for prompt in prompts]
+    chats = [chat_ids(tmp_path, prompt.text, system="S") for prompt in prompts]
     assert tokenizer.encode_prompts(prompts, Rollout(chat=True, system="S")) == chats
 
 
@@ -97,4 +91,4 @@ def test_refusals(tmp_path: Path, template: str | None, said: str) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("Hi")  # without a chat nobody looks at the template
     with pytest.raises(CheckpointError, match=said):
-        tokenizer.encode_chat("Hi")
+        tokenizer.encode_prompt(HI, CHAT)

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from asyncrl.config import Rollout
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import CheckpointError
-from tests.tiny_chat import END, save_chat_tokenizer
+from tests.tiny_chat import END, chat_ids, save_chat_tokenizer
 
 CHAT = Rollout(chat=True)
 
@@ -22,7 +22,7 @@ def test_ids_are_those_of_the_template(tmp_path: Path, reply: str) -> None:
     whole = theirs.apply_chat_template(
         [{"role": role, "content": text} for role, text in turns], add_generation_prompt=True, return_dict=False
     )
-    asked = tokenizer.encode_chat("3+4")
+    asked = chat_ids(tmp_path, "3+4")
     sampled = [*theirs.encode("ask"), end]
     given = tokenizer.encode_turn(reply, CHAT, after=end)
     assert isinstance(given, list)

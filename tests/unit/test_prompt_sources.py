@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.functions import keep_here
 from asyncrl.tasks.base import make_task
 from asyncrl.tasks.settings import DatasetTask, JsonlTask, ParquetTask, PythonTask, TaskSettings
-from tests.tiny_chat import save_chat_tokenizer
+from tests.tiny_chat import chat_ids, save_chat_tokenizer
 
 ROWS = [{"question": f"{i}+{i}=", "solution": 2 * i, "other": None} for i in range(40)]
 COLUMNS: dict[str, Any] = {"prompt": "question", "answer": "solution", "held_out": 0.25}
@@ -88,7 +88,7 @@ def test_a_chat_is_a_prompt_with_its_earlier_turns(tmp_path: Path) -> None:
     assert (prompt.earlier, prompt.text) == (("1+1=", "2"), "2+2=")
     save_chat_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode_prompt(prompt, Rollout(chat=True)) == tokenizer.encode_chat(*turns)
+    assert tokenizer.encode_prompt(prompt, Rollout(chat=True)) == chat_ids(tmp_path, *turns)
     with pytest.raises(ConfigError, match=r"set rollout\.chat=true"):
         tokenizer.encode_prompt(prompt, Rollout())
     with pytest.raises(ConfigError, match=r"a system message belongs into rollout\.system"):
