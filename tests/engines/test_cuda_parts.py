@@ -77,3 +77,8 @@ def test_a_combination_is_worth_a_graph_when_it_has_come_often_enough() -> None:
     assert not pool.worthwhile("other", after=2)
     pool.bytes = 1
     assert not pool.worthwhile("rare", after=2)
+
+
+def test_at_most_a_third_of_the_tiles_is_padding() -> None:
+    assert decoding.tile_counts(195) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 195]
+    assert (decoding.tile_counts(1), decoding.tile_counts(2), decoding.tile_counts(24)[-2:]) == ([1], [1, 2], [16, 24])

@@ -53,7 +53,7 @@ class Decoding:
         self._board, self.memory = board, memory
         self._buckets = buckets(sizes.rows)
         self._coarse = [*(1 << power for power in range((sizes.rows - 1).bit_length())), sizes.rows]
-        self._tiles = [1 << power for power in range((sizes.tiles - 1).bit_length())] + [sizes.tiles]
+        self._tiles = tile_counts(sizes.tiles)
         self._all_final = drafting is not None and drafting.taps() is None
         tokens = sizes.rows * sizes.width + (sizes.tiles * sizes.tile if self._all_final else 0)
         self._settings_on_device: tuple[RowSettings, RowSettings | None] | None = None
@@ -184,3 +184,10 @@ def buckets(rows: int) -> list[int]:
     """Numbers of rows that steps are padded to."""
     large = range(_SMALL[-1] + 64, rows, 64)
     return [*(size for size in (*_SMALL, *large) if size < rows), rows]
+
+
+def tile_counts(most: int) -> list[int]:
+    """Numbers of tiles that prompts are padded to: powers of two, and the middles between them."""
+    powers = [1 << power for power in range(most.bit_length())]
+    sizes = {*powers, *(3 * power // 2 for power in powers[1:])}
+    return [*sorted(size for size in sizes if size < most), most]
