@@ -44,9 +44,9 @@ WORDS = (
     *("evaluation.prompts=1024", "trainer.lr=2e-5", "algorithm.aggregation=sequence"),
     "rollout.fp8.allow_kv_without_qk_norm=true",
 )
-"""Most answers are a few words, and some are long counts. Those have two thirds of a step's tokens, and come late where
-answers may take some versions: were each token to count the same, then one step would be all words, and the next one
-all counts."""
+"""Most answers are a few words, and some are long counts. Those have two thirds of the tokens, and where answers may
+take some versions they come late, to one step many and to the next one none: were each token to count the same, what a
+step learns would depend on that."""
 LONG = 8.0
 """Longest answer over the median, from which a workload counts as long-tailed."""
 MODES = ("sync", "stream", "partial", "speculation", "fp8")

@@ -70,11 +70,10 @@ class Decoding:
         wide = [Shape(rows, 1 + depth, 0, self.drafting is not None) for rows in self._coarse for depth in depths]
         shapes = [*wide, *map(Shape, self._buckets), *(Shape(0, 1, tiles) for tiles in self._tiles)]
         for shape in sorted(shapes, key=lambda shape: -sum(map(len, self.inputs.tokens(shape)))):
-            self._capture(shape, partial(self._launch, shape))
-        if self.drafting is not None:
-            for rows in reversed(self._coarse):
-                for depth in depths:
-                    self._capture(("draft", rows, depth), partial(self.drafting.draft, rows, depth, self.memory.head))
+            self.graphs.run(shape, partial(self._launch, shape))
+        for rows in reversed(self._coarse):
+            for depth in depths:
+                self.draft(rows, depth)
 
     def step(self, shape: Shape, rows: int, settings: RowSettings) -> Flight:
         """Run what the inputs say."""
@@ -113,10 +112,6 @@ class Decoding:
         if not shape.tiles or self.graphs.worthwhile(shape, _JOINED_AFTER):
             return [shape]
         return Shape(0, 1, shape.tiles), shape._replace(tiles=0)
-
-    def _capture(self, key: object, launch: partial[None]) -> None:
-        launch()
-        self.graphs.capture(key, launch)
 
     def _launch(self, shape: Shape) -> None:
         tokens, queries, count = self.inputs.tokens(shape), self.inputs.queries(shape), shape.rows * shape.width

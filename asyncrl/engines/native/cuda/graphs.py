@@ -1,4 +1,4 @@
-"""Captured CUDA graphs, one for each kind and shape of a step, in one pool of memory.
+"""Captured CUDA graphs, one for each kind and shape of a step and each place of new weights, in one pool of memory.
 
 Launching a step kernel by kernel takes the host longer than the device needs to run it; a graph is one launch. What
 has no graph yet runs kernel by kernel, which also compiles what is missing; then it is captured. Graphs never run at
@@ -15,8 +15,6 @@ import torch
 from asyncrl.engines.native.cuda.timeline import Timeline
 
 log = logging.getLogger(__name__)
-
-
 _BESIDE = 16 << 20
 """Bytes that CUDA itself may take for a graph. What else the card has less of afterwards, others took meanwhile: a
 trainer on the same card grows while the first steps are captured."""
@@ -51,9 +49,9 @@ class GraphPool:
             graph.replay()
             return
         launch()
-        self.capture(key, launch)
+        self._capture(key, launch)
 
-    def capture(self, key: Hashable, launch: Callable[[], object]) -> None:
+    def _capture(self, key: Hashable, launch: Callable[[], object]) -> None:
         """For what has run once, on the stream of the timeline; nothing happens on the device."""
         if self._timeline.stream is None or self.full:
             return
