@@ -112,6 +112,7 @@ def common(options: argparse.Namespace) -> list[str]:
         *(WORDS if options.words else [*chains, f"rollout.max_tokens={MAX_TOKENS}"]),
         f"seed={options.seed}",
         f"steps={options.steps}",
+        *([f"trainer.decay_steps={options.steps // 3}"] if options.words else []),
         f"engine={options.engine}",
         *(["engine.device=cuda"] if on_gpu and options.engine == "native" else []),
         f"flow.groups_per_step={options.groups}",
@@ -235,14 +236,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--groups", type=int, help="groups of a step; 32, and 64 with --words")
     parser.add_argument("--staleness", type=int, help="versions that an answer may take; 8, and 20 with --words")
-    parser.add_argument("--steps", type=int, help="40, and 90 with --words")
+    parser.add_argument("--steps", type=int, help="40, and 110 with --words")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start", type=int, default=800, metavar="N", help="supervised steps without --model")
     parser.add_argument("--root", type=Path, metavar="DIR", help="where the runs are kept")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     options = parser.parse_intermixed_args(words)
     options.groups = options.groups or (64 if options.words else 32)
-    options.steps = options.steps or (90 if options.words else 40)
+    options.steps = options.steps or (110 if options.words else 40)
     options.staleness = options.staleness or (20 if options.words else 8)
     if options.modes[0] in ("speculation", "fp8") and options.head is None and options.drafter != "ngram":
         parser.error("a head is learned from the mode before speculation: add one to --modes, or give --head")

@@ -44,8 +44,8 @@ FIRST_TIMEOUT_S = 120.0
 """For the first tokens: a fresh engine compiles what it has not yet met."""
 WANTED, WANTED_BEYOND, UP_TO = 1.0, 0.8, 32
 """Of vLLM's tokens per second, up to this batch size and beyond it."""
-COPIED = 1 << 31
-"""Bytes of the copy that measures the bandwidth."""
+COPIED, COPIES = 1 << 31, 8
+"""Bytes of a copy that measures the bandwidth, and how many follow each other."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,17 +102,18 @@ class Readers:
 
 
 def bandwidth() -> float:
-    """Bytes a second, read and written."""
+    """Bytes a second, read and written. Several copies at a time: the first one waits for the host."""
     source = torch.empty(COPIED, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times: list[float] = []
     for _ in range(6):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        target.copy_(source)
+        for _ in range(COPIES):
+            target.copy_(source)
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(begin.elapsed_time(end) / 1e3 / COPIES)
     del source, target
     torch.cuda.empty_cache()
     return 2 * COPIED / float(np.median(times[1:]))

@@ -36,6 +36,7 @@ from asyncrl.training.outgoing import Outgoing
 from asyncrl.training.packing import PackedBatch, share
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.report import StepReport
+from asyncrl.training.schedule import learning_rate
 from asyncrl.training.sentinel import alarms
 from asyncrl.training.working import WorkingCopy
 from asyncrl.types import Group
@@ -211,7 +212,8 @@ class Learner:
         found = figures(self._observed)
         found["lr_scale"] = self.caution.scale(found["drift"], late=late(self._observed))
         if not self._fault:
-            self.optimizer.param_groups[0]["lr"] = self._learning_rate() * found["lr_scale"]
+            rate = learning_rate(self._settings, self.version, self._run.steps)
+            self.optimizer.param_groups[0]["lr"] = rate * found["lr_scale"]
             self.optimizer.step()
             self.weights_changed()
         if self.critic is not None:
@@ -274,10 +276,6 @@ class Learner:
             off_policy=most_off_policy(self._ratios),
             alarms=alarms(found),
         )
-
-    def _learning_rate(self) -> float:
-        warmup = self._settings.warmup_steps
-        return self._settings.lr * min(1.0, (self.version + 1) / warmup) if warmup else self._settings.lr
 
     def token_logprobs(self, batch: PackedBatch) -> Tensor:
         return self._policy(batch).logp_L

@@ -30,6 +30,9 @@ class Trainer(Settings, frozen=True):
 
     lr: AboveZero = 1e-6
     warmup_steps: Natural = 0
+    """The first steps, over which the learning rate grows to `lr`."""
+    decay_steps: Natural = 0
+    """The last steps, over which it falls towards zero; `steps` says which these are."""
     weight_decay: NonNegative = 0.0
     beta1: Probability = 0.9
     beta2: Probability = 0.99
@@ -56,6 +59,12 @@ def check_trainer(run: "Run") -> None:
         raise ConfigError(
             f"trainer.ranks={run.trainer.ranks} are processes of their own, and cluster=inprocess has but one; use "
             "cluster=local, or trainer.ranks=1"
+        )
+    changing = run.trainer.warmup_steps + run.trainer.decay_steps
+    if run.trainer.decay_steps and changing > run.steps:
+        raise ConfigError(
+            f"trainer.warmup_steps={run.trainer.warmup_steps} and trainer.decay_steps={run.trainer.decay_steps} do not "
+            f"fit into steps={run.steps}; lower one of them, or raise steps"
         )
     if run.trainer.lora.rank and not run.trainer.lora.targets:
         raise ConfigError("trainer.lora.targets=[] leaves nothing to train; name some, or set trainer.lora.rank=0")

@@ -5,11 +5,12 @@ TRITON_INTERPRET=1 python -m tests.engines.cuda_kernels attend
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Move, Queries
 from tests.engines import cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
 from tests.engines.cuda_cases import Case, cases
 from tests.engines.cuda_places import Place, both, close
@@ -162,6 +163,27 @@ def sample_says_that_logits_are_no_numbers(place: Place) -> None:
     assert 0 <= int(token_N) < 300
 
 
+def mover(place: Place) -> None:
+    """Tensors of many pieces and of one, ends that are no piece, and what is no matter of whole words; each time."""
+    sizes = (1 << 20, 3 << 14, 17, 4096, 8, 1) if place.large else (20_000, 4096, 17, 8, 1)
+    normal, zeros = partial(place.normal, dtype=torch.bfloat16), partial(torch.zeros, device=place.device)
+    given = [*map(normal, sizes), normal(4, 8), normal(8), normal(32)]
+
+    def run(kernels: Kernels) -> None:
+        matrix, odd = zeros(4, 24, dtype=torch.bfloat16), zeros(33, dtype=torch.bfloat16)[1:]
+        held = [*map(torch.zeros_like, given[: len(sizes)]), matrix[:, 8:16], zeros(8), odd]
+        move = kernels.mover([Move(*pair) for pair in zip(given, held, strict=True)])
+        assert not any(each.any() for each in held), "not yet"
+        for _ in range(2):
+            move()
+            for source, target in zip(given, held, strict=True):
+                assert torch.equal(source.float(), target.float()), source.shape
+                source.mul_(2)
+        assert matrix.count_nonzero() == matrix[:, 8:16].count_nonzero()
+
+    both(run)
+
+
 CHECKS: dict[str, Callable[[Place], None]] = {
     check.__name__: check
     for check in (
@@ -171,6 +193,7 @@ CHECKS: dict[str, Callable[[Place], None]] = {
         rotate_and_store,
         attend,
         attend_ignores_what_lies_behind_the_end,
+        mover,
         sample,
         sample_says_that_logits_are_no_numbers,
         verify,

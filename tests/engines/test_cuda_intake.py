@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.native.cuda import weights
+from asyncrl.engines.native.cuda.kernels.shapes import Move
+from asyncrl.engines.native.cuda.kernels.torch_kernels import KERNELS
 from asyncrl.engines.native.published import Receiver
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import WeightManifest
@@ -26,13 +28,13 @@ def tensors(value: float, **other: tuple[int, ...]) -> dict[str, Tensor]:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Flat]:
     """Publications whose tensors have been looked up."""
-    pairs, seen = weights._pairs, list[Flat]()
+    moves, seen = weights._moves, list[Flat]()
 
-    def counted(flat: Flat, held: dict[str, Tensor], device: torch.device) -> Iterator[weights.Pair]:
+    def counted(flat: Flat, held: dict[str, Tensor]) -> Iterator[tuple[str, Move]]:
         seen.append(flat)
-        return pairs(flat, held, device)
+        return moves(flat, held)
 
-    monkeypatch.setattr(weights, "_pairs", counted)
+    monkeypatch.setattr(weights, "_moves", counted)
     return seen
 
 
@@ -57,7 +59,7 @@ class Places:
 
 def test_a_place_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, built: list[Flat]) -> None:
     held, trainer = tensors(0.0), Places(monkeypatch)
-    intake = weights.Intake(held, CPU)
+    intake = weights.Intake(held, CPU, KERNELS)
     for version in range(1, 6):
         manifest = trainer.publish(version, tensors(float(version)))
         checked = intake.check(manifest, WHO)
@@ -72,7 +74,7 @@ def test_a_place_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, built: list[
 
 def test_memory_that_nobody_else_holds_is_let_go(monkeypatch: pytest.MonkeyPatch, built: list[Flat]) -> None:
     held, trainer = tensors(0.0), Places(monkeypatch)
-    intake = weights.Intake(held, CPU)
+    intake = weights.Intake(held, CPU, KERNELS)
     for version in (1, 3):
         intake.check(trainer.publish(version, tensors(float(version))), WHO).update.load()
         assert (held["up"] == version).all()
@@ -87,7 +89,7 @@ def test_what_does_not_fit_is_refused_after_what_did(
     other: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, trainer = tensors(0.0), Places(monkeypatch)
-    intake = weights.Intake(held, CPU)
+    intake = weights.Intake(held, CPU, KERNELS)
     intake.check(trainer.publish(1, tensors(1.0)), WHO).update.load()
     with pytest.raises(WeightSyncError, match="belongs to another model"):
         intake.check(trainer.publish(2, tensors(2.0, **other)), WHO)
@@ -96,7 +98,7 @@ def test_what_does_not_fit_is_refused_after_what_did(
 
 def test_a_wrong_digest_is_seen_though_the_place_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Places(monkeypatch)
-    intake = weights.Intake(tensors(0.0), CPU)
+    intake = weights.Intake(tensors(0.0), CPU, KERNELS)
     intake.check(trainer.publish(1, tensors(1.0)), WHO)
     manifest = trainer.publish(3, tensors(3.0))
     trainer.find(manifest).memory[5] += 1
@@ -104,10 +106,8 @@ def test_a_wrong_digest_is_seen_though_the_place_is_known(monkeypatch: pytest.Mo
         intake.check(manifest, WHO)
 
 
-@pytest.mark.parametrize("large", [1, 100, 1 << 20])
-def test_tensors_of_all_sizes_are_copied(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, or many with one call; into another type of number, and into a part of a matrix, too."""
-    monkeypatch.setattr(weights, "_LARGE", large)
+def test_tensors_of_all_kinds_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into another type of number, and into a part of a matrix, too."""
     generator = torch.Generator().manual_seed(0)
     shapes = SHAPES | {"odd": (3, 7), "flat": (8,)}
     given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -121,34 +121,21 @@ def test_tensors_of_all_sizes_are_copied(large: int, monkeypatch: pytest.MonkeyP
         held["up"] = torch.zeros(50, 16, dtype=dtype)[1:25]
         held["odd"] = torch.zeros(9, 7, dtype=dtype)[1:4]
         held["flat"] = torch.zeros(8, 2, dtype=dtype)[:, 1]
-        weights.Intake(held, CPU).check(manifest, WHO).update.load()
+        weights.Intake(held, CPU, KERNELS).check(manifest, WHO).update.load()
         for name, tensor in held.items():
             assert torch.equal(tensor.float(), given[name].to(types[name]).float()), name
 
 
-def test_what_is_copied_with_others_is_all_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one call for many does not look at it."""
-    called: list[list[Tensor]] = []
-    monkeypatch.setattr(weights, "_copy", lambda held, published: called.extend((held, published)))
-    trainer, held = Places(monkeypatch), tensors(0.0) | {"norm": torch.zeros(16, dtype=torch.float64)}
-    weights.Intake(held, CPU).check(trainer.publish(1, tensors(1.0)), WHO).update.load()
-    assert {tensor.dtype for each in called for tensor in each} == {torch.int64}
-    assert [tensor.numel() for tensor in called[0]] == [40 * 16 // 2, 24 * 16 // 2]
-    assert (held["norm"] == 1).all()
-    assert held["scale"] == 1
-
-
-@pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_what_is_elsewhere_is_brought_some_at_a_time(at_once: int) -> None:
+def test_what_is_elsewhere_is_brought_one_after_the_other() -> None:
     held, given = tensors(0.0), tensors(2.0)
     brought: list[str] = []
 
-    def pairs() -> Iterator[weights.Pair]:
+    def moves() -> Iterator[tuple[str, Move]]:
         for name, tensor in held.items():
             brought.append(name)
-            yield weights.Pair(name, tensor, given[name], alone=name == "norm")
+            yield name, Move(given[name], tensor)
 
-    update = weights.Update(pairs, at_once)
+    update = weights.Update(moves)
     update.load(["up", "norm"])
     assert [name for name, tensor in held.items() if (tensor == 2).all()] == ["norm", "up"]
     update.load()

@@ -15,6 +15,7 @@ from asyncrl.config import Rollout, Run
 from asyncrl.drafting.settings import NgramDrafter, NoDrafter
 from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.engine import CudaEngine
+from asyncrl.engines.native.cuda.kernels.shapes import Move
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import DivergenceError, EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
@@ -149,12 +150,12 @@ def _refused(tmp_path: Path, manifest: WeightManifest, error: type[Exception], s
 def test_stale_weight_scales_are_seen_by_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New values with the scales of the version before, as an engine has them that forgets to load scales."""
     tiny_checkpoint(tmp_path)
-    pairs = weights._pairs
+    moves = weights._moves
 
-    def forgetful(*publication: Any) -> Iterator[weights.Pair]:
-        return (pair for pair in pairs(*publication) if not pair.name.endswith(SCALES))
+    def forgetful(*publication: Any) -> Iterator[tuple[str, Move]]:
+        return ((name, move) for name, move in moves(*publication) if not name.endswith(SCALES))
 
-    monkeypatch.setattr(weights, "_pairs", forgetful)
+    monkeypatch.setattr(weights, "_moves", forgetful)
     with publishing(tmp_path, "fp8_full", "cuda") as trainer:
         trainer.grow(1.5, "o_proj")
         said = r"a product with model\.layers\.1\.self_attn\.o_proj\.weight in FP8 is off by 33.*stale scales"

@@ -125,6 +125,24 @@ def test_an_update_is_told_by_its_moments() -> None:
     )
 
 
+def test_a_step_is_as_long_as_those_around_the_update_that_it_does_not_touch() -> None:
+    span, update = weight_update.Span, weight_update.Span(10.0, 10.01)
+    waits = [span(9.7, 9.799), span(9.9, 9.905), span(9.998, 10.004), span(10.004, 10.011), span(10.02, 10.026)]
+    waits += [span(10.1, 10.107), span(10.2, 10.3)]
+    assert weight_update.step_around(waits, update) == pytest.approx(0.006)
+
+
+@pytest.mark.parametrize(("copy", "held"), [(0.0009, "held"), (0.00085, "held"), (0.0006, "NOT held")])
+def test_a_pause_may_be_copy_and_step_as_far_as_it_is_known(copy: float, held: str) -> None:
+    """Beyond their steps pauses are 0.7, 0.8, 0.9, 1.0 and 1.1 ms: 0.9, quartiles 0.75 and 1.05, so known to 0.21."""
+    pauses, steps = [0.0057, 0.0068, 0.0049, 0.0060, 0.0071], [0.005, 0.006, 0.004, 0.005, 0.006]
+    said = weight_update.verdict(pauses, steps, copy)
+    assert said == (
+        f"{held}: median pause 6.00 ms, step 5.00 ms; beyond its step a pause is 0.90 ms (known to 0.21), "
+        f"a copy of the weights {copy * 1e3:.2f} ms"
+    )
+
+
 def _figures(mode: str, rate: float, *, trainer_wait: float = 0.05, held_out: float = 0.5) -> longtail.Figures:
     return longtail.Figures(
         mode=mode,

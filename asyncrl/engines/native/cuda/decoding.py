@@ -29,7 +29,6 @@ from asyncrl.engines.native.cuda.kernels.shapes import Drafts
 from asyncrl.engines.native.cuda.memory import KvMemory
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import Copy
-from asyncrl.engines.native.cuda.weights import Update
 from asyncrl.engines.native.sampling import Column, RowSettings, sample
 from asyncrl.engines.native.slots import SlotTable
 
@@ -99,13 +98,6 @@ class Decoding:
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         self.memory.copy(copies)
-
-    def load(self, update: Update) -> None:
-        """New weights: hundreds of copies, by one launch where some have come from the same place before."""
-        if update.place is not None and self.graphs.worthwhile(update.place, after=1):
-            self.graphs.run(update.place, update.load)
-        else:
-            update.load()
 
     def _parts(self, shape: Shape) -> Sequence[Shape]:
         """Rows may decode behind tiles of the same step, so those come first."""

@@ -117,11 +117,11 @@ class CudaEngine(RowEngine):
                 raise EngineError(no_head(self.name, self._drafter))
             receiver = Receiver(self.name, f"drafter {self._drafter_version}", "drafting head")
             with self._timeline.work():
-                held = drafting.held()
-            digest, loaded = await self._load(manifest, weights.Intake(held, self._device), receiver, what)
+                intake = weights.Intake(drafting.held(), self._device, self._kernels)
+            digest, loaded = await self._load(manifest, intake, receiver, what)
             self._drain()  # what was on its way has still read the old weights
             with self._timeline.work():
-                drafting.map_tokens(held.get("d2t"))
+                drafting.map_tokens(intake.held.get("d2t"))
             self._speculation.drop()
             self._drafter_version = manifest.version
             await asyncio.to_thread(loaded.wait)
@@ -139,7 +139,7 @@ class CudaEngine(RowEngine):
         with self._timeline.work():
             if intake.fp8 is not None:
                 intake.fp8.probe(manifest, receiver, update.load)
-            self._decoding.load(update)
+            update.load()
             if scales:
                 self._decoding.memory.rescale(scales)
             return digest, self._timeline.mark()
@@ -178,7 +178,7 @@ class CudaEngine(RowEngine):
             if device.type == "cuda":
                 self._decoding.capture_all(self._depths)
         timeline.wait()
-        self._intake, self.kv_tokens = weights.Intake(held, device, fp8), pages * PAGE
+        self._intake, self.kv_tokens = weights.Intake(held, device, self._kernels, fp8), pages * PAGE
         known = self.name, self.kv_tokens, graphs.count, graphs.bytes / 2**30
         log.info("engine %s: room for the keys and values of %d tokens, %d graphs in %.2f GiB", *known)
         self._plan(config.vocabulary, pages, sizes)

@@ -1,4 +1,4 @@
-"""Captured CUDA graphs, one for each kind and shape of a step and each place of new weights, in one pool of memory.
+"""Captured CUDA graphs, one for each kind and shape of a step, in one pool of memory.
 
 Launching a step kernel by kernel takes the host longer than the device needs to run it; a graph is one launch. What
 has no graph yet runs kernel by kernel, which also compiles what is missing; then it is captured. Graphs never run at

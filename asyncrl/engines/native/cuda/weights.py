@@ -3,9 +3,8 @@
 The published bytes are checked before anything is touched, so there is no copy of the old weights to fall back to.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.native.cuda.fp8 import Fp8Serving
+from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Move
 from asyncrl.engines.native.cuda.pages import pages_of
 from asyncrl.engines.native.published import Receiver, check_fit
 from asyncrl.engines.settings import NativeEngine as Settings
@@ -23,46 +23,28 @@ from asyncrl.types import TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.transport import digest_published, published
 
-_copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
-"""Public in all but its name: optimizers are built on it."""
-_AT_ONCE = 64
-"""Tensors from host memory that are copied by one call: they need as much again on the device meanwhile."""
-_LARGE = 16 << 20
-"""From so many bytes on a tensor is copied by itself, at the full speed of the memory. A call for many cuts them into
-launches, each with an end in which the memory idles; it saves time where a launch for each would take longer."""
-_WORD = torch.int64
-"""What calls for many copy, whatever the numbers are: each thread moves four, and with two bytes each too little would
-be on its way to keep the memory busy. Nor do such calls look at whether all tensors held are of one type."""
 _STEP_BYTES = 1 << 30
 """Intermediate results of a step, and what CUDA itself takes."""
-
-
-class Pair(NamedTuple):
-    name: str
-    held: Tensor
-    published: Tensor
-    alone: bool
-    """Copied by itself."""
 
 
 class Update:
     """A publication on its way into the tensors held."""
 
-    def __init__(self, pairs: Callable[[], Iterable[Pair]], at_once: int, place: Hashable | None = None) -> None:
-        """`place` is equal for publications at the same addresses of the device."""
-        self._pairs, self._at_once, self.place = pairs, at_once, place
+    def __init__(
+        self, moves: Callable[[], Iterable[tuple[str, Move]]], all_at_once: Callable[[], None] | None = None
+    ) -> None:
+        """Without a way to make all moves at once they are made one by one."""
+        self._moves, self._all_at_once = moves, all_at_once
 
     def load(self, names: Iterable[str] | None = None) -> None:
         """All of it, or what has these names."""
-        pairs = iter(self._pairs())
-        if names is not None:
-            wanted = set(names)
-            pairs = (pair for pair in pairs if pair.name in wanted)
-        while some := list(islice(pairs, self._at_once)):
-            for pair in (pair for pair in some if pair.alone):
-                pair.held.copy_(pair.published)
-            if small := [pair for pair in some if not pair.alone]:
-                _copy([pair.held for pair in small], [pair.published for pair in small])
+        if names is None and self._all_at_once is not None:
+            self._all_at_once()
+            return
+        wanted = None if names is None else set(names)
+        for name, move in self._moves():
+            if wanted is None or name in wanted:
+                move.target.copy_(move.source)
 
 
 class Checked(NamedTuple):
@@ -81,8 +63,10 @@ class Intake:
     So what was found out is kept: publications are alike, and lie at the same few places on the device.
     """
 
-    def __init__(self, held: dict[str, Tensor], device: torch.device, fp8: Fp8Serving | None = None) -> None:
-        self.held, self.fp8, self._device = held, fp8, device
+    def __init__(
+        self, held: dict[str, Tensor], device: torch.device, kernels: Kernels, fp8: Fp8Serving | None = None
+    ) -> None:
+        self.held, self.fp8, self._device, self._kernels = held, fp8, device, kernels
         self._fitting: tuple[TensorSpec, ...] | None = None
         """What was last found to fit."""
         self._updates = WeakKeyDictionary[Flat, Update]()
@@ -103,31 +87,18 @@ class Intake:
         return Checked(digest, scales, self._update(published(manifest)))
 
     def _update(self, flat: Flat) -> Update:
-        find = partial(_pairs, flat, self.held, self._device)
         if flat.memory.device.type != self._device.type:
-            return Update(find, _AT_ONCE)  # brought to the device when they are loaded
+            return Update(partial(_moves, flat, self.held))
         update = self._updates.get(flat)
         if update is None:
-            pairs = list(find())
-            update = self._updates[flat] = Update(lambda: pairs, len(pairs), place=object())
+            moves = list(_moves(flat, self.held))
+            update = self._updates[flat] = Update(lambda: moves, self._kernels.mover([move for _, move in moves]))
         return update
 
 
-def _pairs(flat: Flat, held: dict[str, Tensor], device: torch.device) -> Iterator[Pair]:
+def _moves(flat: Flat, held: dict[str, Tensor]) -> Iterator[tuple[str, Move]]:
     for name, tensor in flat.tensors():
-        yield _pair(name, held[name], tensor.to(device))
-
-
-def _pair(name: str, held: Tensor, published: Tensor) -> Pair:
-    if held.dtype == published.dtype and _has_words(held) and _has_words(published):
-        words = (tensor.view(-1).view(_WORD) for tensor in (held, published))
-        return Pair(name, *words, alone=held.nbytes >= _LARGE)
-    return Pair(name, _plain(held), _plain(published), alone=True)
-
-
-def _has_words(tensor: Tensor) -> bool:
-    begin = tensor.storage_offset() * tensor.itemsize
-    return tensor.is_contiguous() and not begin % _WORD.itemsize and not tensor.nbytes % _WORD.itemsize
+        yield name, Move(_plain(tensor), _plain(held[name]))
 
 
 def _plain(tensor: Tensor) -> Tensor:

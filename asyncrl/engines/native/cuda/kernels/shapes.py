@@ -1,6 +1,6 @@
 """What kernels are told, and which ones there are: in Triton for a GPU (`triton_kernels`), in torch for a CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,6 +125,13 @@ class Drafts(NamedTuple):
     """None: drafts are guesses."""
 
 
+class Move(NamedTuple):
+    """A tensor to its place."""
+
+    source: Tensor
+    target: Tensor
+
+
 class Kernels(NamedTuple):
     """Axis suffixes: T tokens, N rows, E hidden size, F width of the gated layer, X all heads side by side, or pages,
     or rows times columns, K key/value heads, S tokens of a page, D head dimension, L positions, C = D/2, V vocabulary.
@@ -157,3 +164,5 @@ class Kernels(NamedTuple):
     fp8_product: Callable[[Codes, Fp8Matrix, Tensor | None, Tensor | None, Tensor], None]
     """(codes, matrix, bias_O, addend_T_O, out_T_O): each block of 128 inputs is scaled as it is added, in fp32. The
     addend may be `out` itself."""
+    mover: Callable[[Sequence[Move]], Callable[[], None]]
+    """What makes these moves each time that it is called; the tensors stay where they are."""

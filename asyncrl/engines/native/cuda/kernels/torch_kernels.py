@@ -1,12 +1,14 @@
 """The kernels in plain torch: what those in Triton are compared with, and what runs where there is no GPU."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from asyncrl.engines.native import sampling
 from asyncrl.engines.native.cuda.kernels import torch_fp8
-from asyncrl.engines.native.cuda.kernels.shapes import Drafts, Heads, Kernels, Kv, Proposals, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Drafts, Heads, Kernels, Kv, Move, Proposals, Queries
 from asyncrl.precision.quantizer import to_e4m3
 
 
@@ -130,6 +132,14 @@ def drafted_in(drafts: Drafts) -> Tensor:
     return (-1 - drafts.token_N_W[:, 1]).clamp(min=0).long() % drafts.ahead_W_B.shape[1]
 
 
+def mover(moves: Sequence[Move]) -> Callable[[], None]:
+    def run() -> None:
+        for source, target in moves:
+            target.copy_(source)
+
+    return run
+
+
 def _positions(queries: Queries) -> tuple[Tensor, Tensor]:
     """Of the flat tokens, and which of them are real."""
     column_W = torch.arange(queries.width, device=queries.row_G.device)
@@ -140,5 +150,5 @@ def _positions(queries: Queries) -> tuple[Tensor, Tensor]:
 _quantizing = torch_fp8.Quantizing(rms_norm, gated)
 KERNELS = Kernels(
     *(embed, rms_norm, gated, rotate_and_store, attend, sample, verify),
-    *(torch_fp8.quantize, _quantizing.rms_norm, _quantizing.gated, torch_fp8.fp8_product),
+    *(torch_fp8.quantize, _quantizing.rms_norm, _quantizing.gated, torch_fp8.fp8_product, mover),
 )

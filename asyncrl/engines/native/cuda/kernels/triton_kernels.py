@@ -4,6 +4,7 @@ from asyncrl.engines.native.cuda.kernels.attention import attend
 from asyncrl.engines.native.cuda.kernels.elementwise import embed, gated, rms_norm
 from asyncrl.engines.native.cuda.kernels.fp8 import gated_quantized, quantize, rms_norm_quantized
 from asyncrl.engines.native.cuda.kernels.fp8_product import fp8_product
+from asyncrl.engines.native.cuda.kernels.moves import mover
 from asyncrl.engines.native.cuda.kernels.rotary import rotate_and_store
 from asyncrl.engines.native.cuda.kernels.sampling import sample
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels
@@ -11,5 +12,5 @@ from asyncrl.engines.native.cuda.kernels.verification import verify
 
 KERNELS = Kernels(
     *(embed, rms_norm, gated, rotate_and_store, attend, sample, verify),
-    *(quantize, rms_norm_quantized, gated_quantized, fp8_product),
+    *(quantize, rms_norm_quantized, gated_quantized, fp8_product, mover),
 )
