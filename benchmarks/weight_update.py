@@ -215,8 +215,8 @@ def course(update: Span, pause: Span, version: float) -> str:
 
 
 def verdict(pauses: list[float], steps: list[float], copy: float) -> str:
-    """Whether pauses are copy and step, as far as their median is known: steps differ, so it is to 1.57 distances of the
-    quartiles over the root of their number."""
+    """Whether pauses are copy and step, as far as their median is known: steps differ, so that is to 1.57 times the
+    distance of the quartiles over the root of their number."""
     beyond = [pause - step for pause, step in zip(pauses, steps, strict=True)]
     over, (low, _, high) = statistics.median(beyond), statistics.quantiles(beyond, n=4)
     error = 1.57 * (high - low) / len(beyond) ** 0.5
