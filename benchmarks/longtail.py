@@ -112,6 +112,7 @@ def common(options: argparse.Namespace) -> list[str]:
         *(WORDS if options.words else [*chains, f"rollout.max_tokens={MAX_TOKENS}"]),
         f"seed={options.seed}",
         f"steps={options.steps}",
+        # At a constant rate asynchronous runs swing, and how they end would be luck.
         *([f"trainer.decay_steps={options.steps // 3}"] if options.words else []),
         f"engine={options.engine}",
         *(["engine.device=cuda"] if on_gpu and options.engine == "native" else []),

@@ -44,8 +44,7 @@ from asyncrl.buffer.records import (
 from asyncrl.buffer.terms import Choice, Lease, Refusal, Terms
 from asyncrl.types import BufferStatus, Ledger, Slot
 
-INCOMPLETE = "group_incomplete"
-UNINFORMATIVE = "uninformative"
+INCOMPLETE, UNINFORMATIVE = "group_incomplete", "uninformative"
 NEVER = float("inf")
 
 

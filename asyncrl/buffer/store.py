@@ -18,12 +18,11 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from asyncrl.buffer import payloads
 from asyncrl.buffer.cursors import Cursors
 from asyncrl.buffer.journal import Journal
 from asyncrl.buffer.ledger import NEVER, Book
 from asyncrl.buffer.log import lock_directory
-from asyncrl.buffer.payloads import Payloads
+from asyncrl.buffer.payloads import Payloads, open_log
 from asyncrl.buffer.records import Admitted, Committed, Delivered, Dropped, Limited, Renewed
 from asyncrl.buffer.recovery import Sample, check, read_history
 from asyncrl.buffer.terms import Refusal, Terms
@@ -72,7 +71,7 @@ class TrajectoryBuffer:
         self._directory = directory
         home = None if settings.durability == "memory" else directory
         self._lock = lock_directory(home) if home else None
-        self._log = payloads.open_log(home, run_id, settings) if home else None
+        self._log = open_log(home, run_id, settings) if home else None
         self._journal = Journal(home, run_id=run_id, sync=settings.durability == "disk")
         self._payloads = Payloads(self._log)
         self._book = Book(self._terms)

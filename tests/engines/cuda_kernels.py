@@ -165,13 +165,19 @@ def sample_says_that_logits_are_no_numbers(place: Place) -> None:
 
 def mover(place: Place) -> None:
     """Tensors of many pieces and of one, ends that are no piece, and what is no matter of whole words; each time."""
-    sizes = (1 << 20, 3 << 14, 17, 4096, 8, 1) if place.large else (20_000, 4096, 17, 8, 1)
+    sizes = (1 << 20 if place.large else 70_000, 32768, 4096, 17, 8, 1)
     normal, zeros = partial(place.normal, dtype=torch.bfloat16), partial(torch.zeros, device=place.device)
-    given = [*map(normal, sizes), normal(4, 8), normal(8), normal(32)]
+    given = [*map(normal, sizes), normal(4, 8), normal(8), normal(32), normal(40).view(torch.uint8)]
 
     def run(kernels: Kernels) -> None:
         matrix, odd = zeros(4, 24, dtype=torch.bfloat16), zeros(33, dtype=torch.bfloat16)[1:]
-        held = [*map(torch.zeros_like, given[: len(sizes)]), matrix[:, 8:16], zeros(8), odd]
+        held = [
+            *map(torch.zeros_like, given[: len(sizes)]),
+            matrix[:, 8:16],
+            zeros(8),
+            odd,
+            zeros(80, dtype=torch.uint8),
+        ]
         move = kernels.mover([Move(*pair) for pair in zip(given, held, strict=True)])
         assert not any(each.any() for each in held), "not yet"
         for _ in range(2):

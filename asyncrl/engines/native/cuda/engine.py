@@ -84,9 +84,8 @@ class CudaEngine(RowEngine):
         self._drafter_version = 0
         self.kv_tokens = 0
         """Tokens whose keys and values there is room for, once it has started."""
-        self._clock = Clock()
-        self._strategy = PLAIN
-        """What has drafted for the next step."""
+        self._clock, self._strategy = Clock(), PLAIN
+        """The strategy is what has drafted for the next step."""
 
     async def pause(self) -> None:
         await super().pause()
