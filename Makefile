@@ -3,6 +3,7 @@
 #   make test | make lint         what CI runs
 #   make docs                     docs/ as a site in site/; a broken link fails
 #   make test-cluster             `ray up` of three nodes on loopback addresses, as root; CI runs it too
+#   make test-kernels             the GPU's kernels without a GPU, in Triton's interpreter
 #   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
 #   make soak                     random faults on quickstart runs for SOAK_MINUTES=30, which must still learn
 #   make bench-NAME               benchmarks/NAME.py
@@ -17,7 +18,7 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SOAK_MINUTES ?= 30
 
-.PHONY: install quickstart test test-cluster test-gpu soak docs lint format
+.PHONY: install quickstart test test-cluster test-kernels test-gpu soak docs lint format
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -31,6 +32,11 @@ test: $(VENV)/.installed-test
 # In namespaces of its own: `ray stop` and `ray down` end every Ray that they see. -rs says why, where it is skipped.
 test-cluster: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -q -rs -o faulthandler_timeout=1200 tests/cluster $(ARGS)
+
+# In a place of their own, because the interpreter needs an older numpy than constraints.txt has.
+test-kernels: $(VENV)/.installed-test
+	@$(BIN)/python -m pip install --quiet --quiet --upgrade --target $(VENV)/interpreter --no-deps triton==3.6.0 numpy==2.3.5
+	@PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -q tests/engines/test_cuda_kernels.py -k interpreter $(ARGS)
 
 # On a machine with a GPU and vLLM for it: the same engine tests on CUDA, and what only a GPU can do.
 test-gpu: $(VENV)/.installed

@@ -1,6 +1,7 @@
 """Each kernel in Triton against the same in torch, on a GPU, or on a CPU in Triton's interpreter:
 
-TRITON_INTERPRET=1 python -m tests.engines.cuda_kernels attend
+make test-kernels
+PYTHONPATH=.venv/interpreter TRITON_INTERPRET=1 .venv/bin/python -m tests.engines.cuda_kernels attend
 """
 
 import sys

@@ -19,7 +19,9 @@ from tests.precision.test_cuda_engine import QUANTIZED, answers, engine, in_turn
 from tests.tiny_model import tiny_checkpoint
 
 ON_GPU = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which torch has only for GPUs")
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs Triton, which torch has only for GPUs: make test-kernels"
+)
 
 
 @pytest.mark.gpu
@@ -72,7 +74,7 @@ def test_kernels_in_the_interpreter() -> None:
         text=True,
         cwd=Path(__file__).parents[2],
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
