@@ -9,6 +9,7 @@ from torch import Tensor
 from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.kernels.shapes import Move
 from asyncrl.engines.native.cuda.kernels.torch_kernels import KERNELS
+from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.engines.native.published import Receiver
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import WeightManifest
@@ -59,7 +60,7 @@ class Places:
 
 def test_a_place_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, built: list[Flat]) -> None:
     held, trainer = tensors(0.0), Places(monkeypatch)
-    intake = weights.Intake(held, CPU, KERNELS)
+    intake = weights.Intake(held, Timeline(CPU), KERNELS)
     for version in range(1, 6):
         manifest = trainer.publish(version, tensors(float(version)))
         checked = intake.check(manifest, WHO)
@@ -74,7 +75,7 @@ def test_a_place_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, built: list[
 
 def test_memory_that_nobody_else_holds_is_let_go(monkeypatch: pytest.MonkeyPatch, built: list[Flat]) -> None:
     held, trainer = tensors(0.0), Places(monkeypatch)
-    intake = weights.Intake(held, CPU, KERNELS)
+    intake = weights.Intake(held, Timeline(CPU), KERNELS)
     for version in (1, 3):
         intake.check(trainer.publish(version, tensors(float(version))), WHO).update.load()
         assert (held["up"] == version).all()
@@ -89,7 +90,7 @@ def test_what_does_not_fit_is_refused_after_what_did(
     other: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, trainer = tensors(0.0), Places(monkeypatch)
-    intake = weights.Intake(held, CPU, KERNELS)
+    intake = weights.Intake(held, Timeline(CPU), KERNELS)
     intake.check(trainer.publish(1, tensors(1.0)), WHO).update.load()
     with pytest.raises(WeightSyncError, match="belongs to another model"):
         intake.check(trainer.publish(2, tensors(2.0, **other)), WHO)
@@ -98,7 +99,7 @@ def test_what_does_not_fit_is_refused_after_what_did(
 
 def test_a_wrong_digest_is_seen_though_the_place_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Places(monkeypatch)
-    intake = weights.Intake(tensors(0.0), CPU, KERNELS)
+    intake = weights.Intake(tensors(0.0), Timeline(CPU), KERNELS)
     intake.check(trainer.publish(1, tensors(1.0)), WHO)
     manifest = trainer.publish(3, tensors(3.0))
     trainer.find(manifest).memory[5] += 1
@@ -121,7 +122,7 @@ def test_tensors_of_all_kinds_are_copied(monkeypatch: pytest.MonkeyPatch) -> Non
         held["up"] = torch.zeros(50, 16, dtype=dtype)[1:25]
         held["odd"] = torch.zeros(9, 7, dtype=dtype)[1:4]
         held["flat"] = torch.zeros(8, 2, dtype=dtype)[:, 1]
-        weights.Intake(held, CPU, KERNELS).check(manifest, WHO).update.load()
+        weights.Intake(held, Timeline(CPU), KERNELS).check(manifest, WHO).update.load()
         for name, tensor in held.items():
             assert torch.equal(tensor.float(), given[name].to(types[name]).float()), name
 
@@ -135,7 +136,7 @@ def test_what_is_elsewhere_is_brought_one_after_the_other() -> None:
             brought.append(name)
             yield name, Move(given[name], tensor)
 
-    update = weights.Update(moves)
+    update = weights.Update(moves, None)
     update.load(["up", "norm"])
     assert [name for name, tensor in held.items() if (tensor == 2).all()] == ["norm", "up"]
     update.load()

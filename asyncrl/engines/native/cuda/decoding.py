@@ -109,7 +109,8 @@ class Decoding:
         tokens, queries, count = self.inputs.tokens(shape), self.inputs.queries(shape), shape.rows * shape.width
         hidden_T_E = self._hidden_T_E[: sum(map(len, tokens)) if self._all_final else count]
         taps = self.drafting.taps() if self.drafting is not None else None
-        self.model.forward(tokens, queries, self._board.ahead_W_B.view(-1), self.memory.layers, hidden_T_E, taps)
+        given = tokens, queries, self._board.ahead_W_B.view(-1), self.memory.layers
+        self.model.forward(*given, hidden_T_E, taps, self.graphs.timeline.pass_middle)
         if count:
             self._sample(shape, self.model.logits(hidden_T_E[:count]))
         if self.drafting is not None:

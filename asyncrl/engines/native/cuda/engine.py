@@ -3,9 +3,9 @@
 submit -> waiting -> Planner -> Decoding.step (device) -> [one step later] SlotTable.keep -> deltas
 
 `_step` launches the next step before it waits for the last: planning, recording and the turns of the event loop are
-hidden behind the device's work. New weights are copied between two steps on the device: behind the running one, and
-before the next, which is planned meanwhile. Their version counts as soon as the running step has been read, so each
-token has the version that sampled it. A pause reads the running step: a paused engine has nothing under way.
+hidden behind the device's work. New weights are copied before the next step, which is planned meanwhile: those of the
+first layers once the running step has passed them, the others behind it. Their version counts as soon as that step has
+been read, so each token has the version that sampled it. A paused engine has nothing under way.
 
 A step that verifies or makes drafts is read at once, behind the drafting of the next ones (`cuda.speculation`).
 """
@@ -116,7 +116,7 @@ class CudaEngine(RowEngine):
                 raise EngineError(no_head(self.name, self._drafter))
             receiver = Receiver(self.name, f"drafter {self._drafter_version}", "drafting head")
             with self._timeline.work():
-                intake = weights.Intake(drafting.held(), self._device, self._kernels)
+                intake = weights.Intake(drafting.held(), self._timeline, self._kernels)
             digest, loaded = await self._load(manifest, intake, receiver, what)
             self._drain()  # what was on its way has still read the old weights
             with self._timeline.work():
@@ -177,14 +177,14 @@ class CudaEngine(RowEngine):
             if device.type == "cuda":
                 self._decoding.capture_all(self._depths)
         timeline.wait()
-        self._intake, self.kv_tokens = weights.Intake(held, device, self._kernels, fp8), pages * PAGE
-        known = self.name, self.kv_tokens, graphs.count, graphs.bytes / 2**30
+        self._intake = weights.Intake(held, timeline, self._kernels, fp8, cuda_model.middle)
+        known = self.name, pages * PAGE, graphs.count, graphs.bytes / 2**30
         log.info("engine %s: room for the keys and values of %d tokens, %d graphs in %.2f GiB", *known)
         self._plan(config.vocabulary, pages, sizes)
 
     def _plan(self, vocabulary: int, pages: int, sizes: Sizes) -> None:
         """The host's side."""
-        rows, length, decoding = sizes.rows, self.settings.max_length, self._decoding
+        rows, length, decoding, self.kv_tokens = sizes.rows, self.settings.max_length, self._decoding, pages * PAGE
         drafts = DraftTable(rows, sizes.width - 1) if self._depths else None
         self._serve_model(vocabulary, SlotTable(rows, length, drafts))
         self._speculation = None

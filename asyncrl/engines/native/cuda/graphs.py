@@ -22,7 +22,7 @@ trainer on the same card grows while the first steps are captured."""
 
 class GraphPool:
     def __init__(self, timeline: Timeline, bound_bytes: int) -> None:
-        self._timeline, self._bound = timeline, bound_bytes
+        self.timeline, self._bound = timeline, bound_bytes
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._asked: Counter[Hashable] = Counter()
         self._pool = torch.cuda.graph_pool_handle() if timeline.stream is not None else None
@@ -53,9 +53,9 @@ class GraphPool:
 
     def _capture(self, key: Hashable, launch: Callable[[], object]) -> None:
         """For what has run once, on the stream of the timeline; nothing happens on the device."""
-        if self._timeline.stream is None or self.full:
+        if self.timeline.stream is None or self.full:
             return
-        self._timeline.wait()
+        self.timeline.wait()
         free, reserved = self._memory()
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which collects garbage first. Other threads may allocate meanwhile.
@@ -70,5 +70,5 @@ class GraphPool:
 
     def _memory(self) -> tuple[int, int]:
         """What the card has left, and what this process has of it for tensors."""
-        device = self._timeline.device
+        device = self.timeline.device
         return torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)

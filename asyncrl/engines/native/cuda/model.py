@@ -7,7 +7,7 @@ Axis suffixes: T flat tokens, E hidden size, X heads side by side or pages, K ke
 D head dimension, L positions, C = D/2, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class CudaModel:
         layers = [{name: each.detach() for name, each in layer.named_parameters()} for layer in model.blocks()]
         replaced = in_fp8 or [{}] * len(layers)
         self.blocks = [Block.of({**layer, **fp8}) for layer, fp8 in zip(layers, replaced, strict=True)]
+        self.middle = len(self.blocks) // 2
         self.input_norms = [layer["input_norm"] for layer in layers]
         self._norm_E = model.norm.detach()
         frequencies_C = model.frequencies_D[config.head_dim // 2 :]
@@ -89,11 +90,17 @@ class CudaModel:
         kv: Sequence[Kv],
         out_T_E: Tensor,
         taps: Taps | None = None,
+        pass_middle: Callable[[], None] | None = None,
     ) -> None:
-        """Final hidden states of all queries, of the first, or of none: as many as `out_T_E` has room for."""
+        """Final hidden states of all queries, of the first, or of none: as many as `out_T_E` has room for.
+
+        `pass_middle` is called between the layers before `middle` and the others.
+        """
         x_T_E = self.embedded(tokens, sampled)
         final = queries if out_T_E.shape[0] == x_T_E.shape[0] else queries[: min(1, out_T_E.shape[0])]
         for index, (block, held) in enumerate(zip(self.blocks, kv, strict=True)):
+            if index == self.middle and pass_middle is not None:
+                pass_middle()
             if taps is not None and index in taps.layers:
                 taps.see(index, x_T_E.clone())
             wanted = queries if index + 1 < len(self.blocks) else final

@@ -1,5 +1,7 @@
 """What orders host and device: one stream for all work of an engine, and marks on it that the host waits for.
 
+Only new weights come in beside it: a step that has passed its middle does not read the first layers again.
+
 On a CPU, where Triton's interpreter runs the kernels, everything is done as soon as it is asked for.
 """
 
@@ -15,12 +17,31 @@ class Timeline:
         self.device = device
         # Before others: blocks of a step begin as soon as there is room, ahead of those of a digest that still wait.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # External, because graphs are to record it whenever they run.
+        self._middle = torch.cuda.Event(external=True) if device.type == "cuda" else None
 
     @contextmanager
     def work(self) -> Generator[None]:
         """Without gradients, on the stream."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             yield
+
+    def pass_middle(self) -> None:
+        """Called in the middle of each step."""
+        if self._middle is not None:
+            self._middle.record()
+
+    @contextmanager
+    def behind_middle(self) -> Generator[None]:
+        """Beside the second half of the step that was launched last. What is launched next comes behind both."""
+        if self.stream is None or self._beside is None or self._middle is None:
+            yield
+            return
+        self._beside.wait_event(self._middle)
+        with torch.cuda.stream(self._beside):
+            yield
+        self.stream.wait_stream(self._beside)
 
     def pinned(self, *shape: int) -> Tensor:
         """Host memory that the device copies to and from without stopping the host."""

@@ -3,7 +3,9 @@
 The published bytes are checked before anything is touched, so there is no copy of the old weights to fall back to.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,6 +16,7 @@ from torch import Tensor
 from asyncrl.engines.native.cuda.fp8 import Fp8Serving
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Move
 from asyncrl.engines.native.cuda.pages import pages_of
+from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.engines.native.published import Receiver, check_fit
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
@@ -23,6 +26,7 @@ from asyncrl.types import TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.transport import digest_published, published
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _STEP_BYTES = 1 << 30
 """Intermediate results of a step, and what CUDA itself takes."""
 
@@ -30,16 +34,14 @@ _STEP_BYTES = 1 << 30
 class Update:
     """A publication on its way into the tensors held."""
 
-    def __init__(
-        self, moves: Callable[[], Iterable[tuple[str, Move]]], all_at_once: Callable[[], None] | None = None
-    ) -> None:
-        """Without a way to make all moves at once they are made one by one."""
-        self._moves, self._all_at_once = moves, all_at_once
+    def __init__(self, moves: Callable[[], Iterable[tuple[str, Move]]], at_once: Callable[[], None] | None) -> None:
+        """`at_once` makes all moves together; without it they are made one by one."""
+        self._moves, self._at_once = moves, at_once
 
     def load(self, names: Iterable[str] | None = None) -> None:
         """All of it, or what has these names."""
-        if names is None and self._all_at_once is not None:
-            self._all_at_once()
+        if names is None and self._at_once is not None:
+            self._at_once()
             return
         wanted = None if names is None else set(names)
         for name, move in self._moves():
@@ -64,9 +66,15 @@ class Intake:
     """
 
     def __init__(
-        self, held: dict[str, Tensor], device: torch.device, kernels: Kernels, fp8: Fp8Serving | None = None
+        self,
+        held: dict[str, Tensor],
+        timeline: Timeline,
+        kernels: Kernels,
+        fp8: Fp8Serving | None = None,
+        middle: int = 0,
     ) -> None:
-        self.held, self.fp8, self._device, self._kernels = held, fp8, device, kernels
+        """Layers before `middle` are not read any more by a step that has passed it."""
+        self.held, self.fp8, self._timeline, self._kernels, self._middle = held, fp8, timeline, kernels, middle
         self._fitting: tuple[TensorSpec, ...] | None = None
         """What was last found to fit."""
         self._updates = WeakKeyDictionary[Flat, Update]()
@@ -87,13 +95,33 @@ class Intake:
         return Checked(digest, scales, self._update(published(manifest)))
 
     def _update(self, flat: Flat) -> Update:
-        if flat.memory.device.type != self._device.type:
-            return Update(partial(_moves, flat, self.held))
+        if flat.memory.device.type != self._timeline.device.type:
+            return Update(partial(_moves, flat, self.held), None)
         update = self._updates.get(flat)
         if update is None:
             moves = list(_moves(flat, self.held))
-            update = self._updates[flat] = Update(lambda: moves, self._kernels.mover([move for _, move in moves]))
+            update = self._updates[flat] = Update(lambda: moves, self._in_halves(moves))
         return update
+
+    def _in_halves(self, moves: Sequence[tuple[str, Move]]) -> Callable[[], None]:
+        """Half of the copy beside the running step, half behind it: so requests wait for half of it twice."""
+        parts: tuple[list[Move], list[Move]] = [], []
+        for name, move in moves:
+            parts[_layer(name) >= self._middle].append(move)
+        early, late = map(self._kernels.mover, parts)
+
+        def load() -> None:
+            with self._timeline.behind_middle():
+                early()
+            late()
+
+        return load
+
+
+def _layer(name: str) -> float:
+    """What is no layer's is read at the end, too."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else math.inf
 
 
 def _moves(flat: Flat, held: dict[str, Tensor]) -> Iterator[tuple[str, Move]]:
