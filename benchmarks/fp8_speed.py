@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--memory", type=float, default=0.85)
     parser.add_argument("--cache-gib", type=float, default=0.0, help="of vLLM's keys and values, instead of --memory")
-    parser.add_argument("--attention", default="auto", help="of vLLM in FP8, as engine.attention; bf16: auto")
+    parser.add_argument("--attention", default="auto", help="of vLLM in FP8, as engine.attention; bf16: vLLM's own")
     parser.add_argument("--prefill-chunk", type=int, default=4096)
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)

@@ -56,8 +56,8 @@ class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vll
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Number format of the KV cache; `auto` is that of the weights."""
     attention: Literal["auto", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "ASYNCRL"] = "auto"
-    """Kernels of attention on a GPU; `auto`: vLLM chooses; `ASYNCRL`: FLASH_ATTN, but for decoding, which our own
-    engine's kernel does. How fast they read an FP8 cache differs much."""
+    """Kernels of attention on a GPU; `ASYNCRL`: FLASH_ATTN, but for decoding, which our own engine's kernel does. How
+    fast they read an FP8 cache differs much. `auto`: `ASYNCRL` for such a cache on Hopper, else vLLM chooses."""
     start_timeout_s: AboveZero = 600.0
     """Time to load the model, compile and capture graphs."""
     allow_unsafe: tuple[Unsafe, ...] = ()

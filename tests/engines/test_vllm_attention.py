@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.devices import has_gpu
-from asyncrl.drafting.settings import NoDrafter
+from asyncrl.drafting.settings import DrafterSettings, NgramDrafter, NoDrafter
 from asyncrl.engines.build import build_vllm
 from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm.environment import OWNER
@@ -38,6 +38,37 @@ def test_our_attention_is_vllms_custom_one(tmp_path: Path) -> None:
     chosen = engine_args(tmp_path, VllmEngine(attention="ASYNCRL"), NoDrafter(), "bf16").attention_backend
     assert chosen is not None
     assert chosen.name == "CUSTOM"
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("settings", "drafter", "precision", "capability", "chosen"),
+    [
+        (VllmEngine(), NoDrafter(), "fp8_full", 90, "CUSTOM"),
+        (VllmEngine(), NoDrafter(), "fp8_kv", 90, "CUSTOM"),
+        (VllmEngine(kv_dtype="fp8"), NoDrafter(), "bf16", 90, "CUSTOM"),
+        (VllmEngine(), NoDrafter(), "fp8", 90, None),
+        (VllmEngine(), NoDrafter(), "bf16", 90, None),
+        (VllmEngine(), NoDrafter(), "fp8_full", 100, None),
+        (VllmEngine(), NgramDrafter(), "fp8_full", 90, None),
+        (VllmEngine(attention="FLASH_ATTN"), NoDrafter(), "fp8_full", 90, "FLASH_ATTN"),
+    ],
+)
+def test_it_is_chosen_by_itself_for_an_fp8_cache_on_hopper(
+    settings: VllmEngine,
+    drafter: DrafterSettings,
+    precision: str,
+    capability: int,
+    chosen: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from asyncrl.engines.vllm import options
+
+    tiny_checkpoint(tmp_path)
+    monkeypatch.setattr(options.current_platform, "is_device_capability", lambda wanted: wanted == capability)
+    backend = options.engine_args(tmp_path, settings, drafter, precision).attention_backend
+    assert (backend and backend.name) == chosen
 
 
 WORKER = """
@@ -170,7 +201,12 @@ def test_an_fp8_cache_comes_with_the_layers_scales(routes: Routes) -> None:
 
 
 def _gap(
-    path: Path, reference: PreTrainedModel, precision: str, name: Literal["ASYNCRL", "FLASH_ATTN"], *, eager: bool
+    path: Path,
+    reference: PreTrainedModel,
+    precision: str,
+    name: Literal["auto", "ASYNCRL", "FLASH_ATTN"],
+    *,
+    eager: bool,
 ) -> float:
     """Mean distance of an answer's log-probabilities to the model's in fp32."""
     settings = msgspec.structs.replace(TINY, attention=name, eager=eager)
@@ -190,9 +226,9 @@ def _gap(
 @needs_vllm
 @pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("precision", ["bf16", "fp8_kv"])
+@pytest.mark.parametrize(("precision", "name"), [("bf16", "ASYNCRL"), ("fp8_kv", "auto")])
 def test_answers_are_as_near_to_the_models_as_with_vllms_attention(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, name: Literal["auto", "ASYNCRL"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In captured graphs; our kernel was compiled, so it was not vLLM's that answered."""
     reference = tiny_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=640, head_dim=64)
@@ -200,6 +236,6 @@ def test_answers_are_as_near_to_the_models_as_with_vllms_attention(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     theirs = _gap(tmp_path / "model", reference, precision, "FLASH_ATTN", eager=True)
     assert not list(tmp_path.rglob("_attend.cubin"))
-    ours = _gap(tmp_path / "model", reference, precision, "ASYNCRL", eager=False)
+    ours = _gap(tmp_path / "model", reference, precision, name, eager=False)
     assert list(tmp_path.rglob("_attend.cubin"))
     assert 0 < ours < 1.3 * theirs, (ours, theirs)

@@ -7,6 +7,7 @@ import msgspec
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -24,6 +25,7 @@ WORKERS = "asyncrl.engines.vllm.gpu_worker."
 DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 ATTENTION = {"ASYNCRL": "CUSTOM"}
 """vLLM's name for attention that is not its own; worker.py registers ours. Other names are vLLM's, but for `auto`."""
+HOPPER = 90
 SEEDS = 2**63
 """vLLM takes seeds of 63 bits."""
 
@@ -56,7 +58,7 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         enforce_eager=settings.eager,
         quantization=None if settings.quantization == "none" else settings.quantization,
         kv_cache_dtype=settings.kv_dtype,
-        attention_backend=AttentionBackendEnum.__members__.get(ATTENTION.get(settings.attention, settings.attention)),
+        attention_backend=attention(settings, drafter),
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),
@@ -66,6 +68,14 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         disable_log_stats=False,  # our own logger counts steps and accepted drafts
     )
+
+
+def attention(settings: VllmEngine, drafter: DrafterSettings) -> AttentionBackendEnum | None:
+    """None: vLLM chooses. On Hopper it takes FlashAttention 3, which reads an FP8 cache slower than our kernel does."""
+    name, plain = settings.attention, isinstance(drafter, NoDrafter)
+    if name == "auto" and settings.kv_dtype == "fp8" and plain and current_platform.is_device_capability(HOPPER):
+        name = "ASYNCRL"
+    return AttentionBackendEnum.__members__.get(ATTENTION.get(name, name))
 
 
 def is_adaptive(drafter: DrafterSettings) -> TypeGuard[NgramDrafter | EagleDrafter | Eagle3Drafter]:
