@@ -75,6 +75,7 @@ def test_a_captured_step_reads_its_first_layers_before_they_change_and_goes_on_m
     new = torch.ones(1 << 20, device=device)
 
     def launch() -> None:
+        torch.cuda._sleep(SLEEP)  # so that new weights that do not wait come before the first layers are read
         sum_1.add_(first)
         timeline.pass_middle()
         torch.cuda._sleep(SLEEP)
