@@ -81,6 +81,26 @@ def test_a_dead_engine_process_reaches_every_waiting_iterator(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
+@needs_vllm
+def test_vllm_drops_what_is_given_up_before_or_after_it_has_it(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+
+    async def scenario() -> None:
+        engine = build_vllm(tmp_path, TINY, NoDrafter(), name="vllm")
+        async with serving(engine):
+            for turns in (0, 1, 2, 3, 100):
+                stream = engine.submit(ask("a", max_tokens=500))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await engine.abort("a")
+                assert [delta.finish async for delta in stream][-1] == "abort"
+            await asyncio.gather(*engine._tasks)
+            assert engine._serving().output_processor.get_num_unfinished_requests() == 0
+            assert len((await collect(engine, ask("b", max_tokens=5))).tokens) == 5
+
+    asyncio.run(scenario())
+
+
 def _check_greedy(reference: PreTrainedModel, prompt: tuple[int, ...], answer: Answer) -> None:
     """Every token is the likeliest one, and its log-probability the target's, whoever drafted it."""
     logits = reference_logits(reference, ask("x", prompt), answer)

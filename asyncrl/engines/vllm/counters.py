@@ -1,5 +1,7 @@
 """What vLLM reports about its steps."""
 
+from collections.abc import Callable
+
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
@@ -8,7 +10,9 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 class Counters:
     """Sums since the start of the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, after_step: Callable[[], None]) -> None:
+        """`after_step` is called when the tokens of a step have arrived."""
+        self.after_step = after_step
         self.steps = self.prefilled = self.preempted = self.drafts = self.drafted = 0
         self.accepted: list[int] = []
         """Accepted tokens by their position in the draft."""
@@ -42,5 +46,6 @@ class _Logger(StatLoggerBase):
             counters.accepted += [0] * missing
             for position, accepted in enumerate(drafting.num_accepted_tokens_per_pos):
                 counters.accepted[position] += accepted
+        counters.after_step()
 
     def log_engine_initialized(self) -> None: ...

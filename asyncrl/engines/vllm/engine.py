@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM as one of our engines: token ids in, deltas with log-probabilities and versions out.
 
-Only public interfaces are used: generate, abort, pause and resume, the weight update phases with a transfer backend of
-our own (worker.py), prefix cache salts, stat loggers. vLLM runs its model in a process of its own.
+Only public interfaces are used: requests (requests.py), pause and resume, the weight update phases with a transfer
+backend of our own (worker.py), prefix cache salts, stat loggers. vLLM runs its model in a process of its own.
 """
 
 import asyncio
@@ -10,31 +10,27 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from math import isfinite
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-from vllm.inputs import TokensPrompt
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput
+from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.exchange import Report, Speculation
 from asyncrl.drafting.settings import DrafterSettings
 from asyncrl.engines.base import OnUpdate
-from asyncrl.engines.requests import Pending, RequestSide
 from asyncrl.engines.settings import VllmEngine as Settings
 from asyncrl.engines.vllm.counters import Counters
 from asyncrl.engines.vllm.environment import SPECULATION
-from asyncrl.engines.vllm.options import engine_args, is_adaptive, sampling_params, within
+from asyncrl.engines.vllm.options import engine_args, is_adaptive, within
+from asyncrl.engines.vllm.requests import VllmRequests
 from asyncrl.errors import EngineError, WeightSyncError
-from asyncrl.types import EngineStats, Finish, Request, Segment, WeightAck, WeightManifest
+from asyncrl.types import EngineStats, WeightAck, WeightManifest
 
 QUIET_TURNS = 10
 """Turns of the event loop without a new token after which, in a paused engine, none is on its way any more."""
@@ -42,23 +38,9 @@ END_TIMEOUT_S = 10.0
 """For vLLM's processes to end after its shutdown."""
 ORDER_TIMEOUT_S = 60.0
 """For an order to reach vLLM's scheduler, which looks for one while it has requests."""
-FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
-class _Job(Pending):
-    """A request, and what vLLM sampled for it since the last delta."""
-
-    __slots__ = ("logprobs", "pump", "sampled", "tokens")
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.sampled = 0
-        self.pump: asyncio.Task[None]
-
-
-class VllmEngine(RequestSide[_Job]):
+class VllmEngine(VllmRequests):
     def __init__(
         self,
         model_path: Path,
@@ -70,21 +52,18 @@ class VllmEngine(RequestSide[_Job]):
         precision: str = "fp32",
         learned: Sequence[Range] = (),
     ) -> None:
-        super().__init__(name, version)
-        self._settings = within(settings, model_path)
+        super().__init__(within(settings, model_path), name, version)
         self._args = engine_args(model_path, self._settings, drafter, precision)
         self._speculation: Speculation | None = None
         if is_adaptive(drafter):
             folder = tempfile.mkdtemp(prefix="asyncrl-speculation-")
             self._speculation = Speculation(drafter=drafter, folder=folder)
             self._speculation.write("report", Report(learned=learned))
-        self._counters = Counters()
-        self._llm: AsyncLLM | None = None
+        self._counters = Counters(self._read_all)
         self._processes: list[BaseProcess] = []
-        self._pumps: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
         self._paused = False
-        self._submitted = self._generated = self._reprefilled = 0
+        self._reprefilled = 0
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -102,7 +81,9 @@ class VllmEngine(RequestSide[_Job]):
             ) from error
         self._processes = [process for process in active_children() if process not in others]
         await self._llm.collective_rpc("prepare_updates")
+        enable_envs_cache()  # else vLLM looks one up for each token
         gc.freeze()  # vLLM's modules stay; a full collection over them would stop every stream for 0.3 to 0.5 s
+        self._watch = asyncio.create_task(self._read_always())
         self._refusal = ""
 
     async def pause(self) -> None:
@@ -215,72 +196,17 @@ class VllmEngine(RequestSide[_Job]):
         self._refusal = "is closed"
         if self._speculation is not None:
             shutil.rmtree(self._speculation.folder, ignore_errors=True)
-        llm, self._llm = self._llm, None
+        llm = self._llm
         if llm is None:
             return
         for job in list(self._jobs.values()):
             self._finish(job, "abort")
-        if self._pumps:
-            await asyncio.wait(self._pumps, timeout=10)
+        self._llm = None
+        self._watch.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=10)
         await asyncio.to_thread(llm.shutdown)
         for process in self._processes:  # vLLM ends them, but leaves them as zombies until somebody looks
             await asyncio.to_thread(process.join, END_TIMEOUT_S)
         gc.unfreeze()
-
-    def _serving(self) -> AsyncLLM:
-        if self._llm is None:
-            raise EngineError(f"engine {self.name} {self._refusal}")
-        return self._llm
-
-    def _check(self, request: Request) -> None:
-        if len(request.tokens) >= self._settings.max_length:
-            raise EngineError(
-                f"request {request.id}: {len(request.tokens)} tokens leave no room for an answer within "
-                f"engine.max_length={self._settings.max_length}; shorten the prompt or raise engine.max_length"
-            )
-
-    def _begin(self, request: Request) -> _Job:
-        job = _Job(request)
-        self._submitted += 1
-        job.pump = asyncio.create_task(self._pump(job, f"{request.id}#{self._submitted}"))
-        self._pumps.add(job.pump)
-        job.pump.add_done_callback(self._pumps.discard)
-        return job
-
-    async def _pump(self, job: _Job, name: str) -> None:
-        """Move what vLLM samples into the job."""
-        # The salt keeps keys and values of other versions away from a new request.
-        prompt = TokensPrompt(prompt_token_ids=list(job.request.tokens), cache_salt=f"v{self._version}")
-        params = sampling_params(job.request, self._settings)
-        try:
-            async for output in self._serving().generate(prompt, params, name, priority=-job.request.ahead):
-                self._take(job, output.outputs[0])
-        except EngineDeadError as error:
-            self._fail(f"is dead: {error}", error)
-        except Exception as error:  # vLLM refused or lost this one; whoever waits for it must hear of it
-            if self._jobs.get(job.request.id) is job:  # not another one that has its name since
-                del self._jobs[job.request.id]
-                failure = EngineError(f"request {job.request.id}: {error.__cause__ or error!r}")
-                failure.__cause__ = error
-                job.deltas.put_nowait(failure)
-
-    def _take(self, job: _Job, new: CompletionOutput) -> None:
-        logprobs = cast(list[dict[int, Logprob]], new.logprobs or [])
-        found = [step[token].logprob for token, step in zip(new.token_ids, logprobs, strict=True)]
-        if not all(map(isfinite, found)):
-            raise EngineError(f"vLLM reports log-probabilities that are not finite under version {self._version}")
-        job.tokens += new.token_ids
-        job.logprobs += found
-        job.sampled += len(new.token_ids)
-        self._generated += len(new.token_ids)
-        if new.finish_reason is not None and self._jobs.get(job.request.id) is job:
-            self._finish(job, FINISH.get(new.finish_reason, "abort"))
-
-    def _take_segment(self, job: _Job) -> Segment:
-        segment = Segment.sampled(job.tokens, job.logprobs, self._version)
-        job.tokens, job.logprobs = [], []
-        return segment
-
-    def _leave(self, job: _Job) -> None:
-        if asyncio.current_task() is not job.pump:
-            job.pump.cancel()  # vLLM aborts a request whose reader is cancelled
+        disable_envs_cache()

@@ -116,6 +116,7 @@ def sampling_params(request: Request, settings: VllmEngine) -> SamplingParams:
         stop_token_ids=list(sampling.stop),
         ignore_eos=True,
         logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,  # numbers instead of an object for each token
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
