@@ -95,7 +95,8 @@ class VllmRequests(RequestSide[_Job]):
             self._read_all()
 
     def _read_all(self) -> None:
-        for job in list(self._jobs.values()):
+        # Many more may wait for their first token than are decoded, so this looks before it calls anything.
+        for job in [job for job in self._jobs.values() if job.answer is not None and job.answer.output is not None]:
             self._read(job)
 
     def _read(self, job: _Job) -> None:
