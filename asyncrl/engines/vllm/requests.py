@@ -76,16 +76,17 @@ class VllmRequests(RequestSide[_Job]):
     async def _enter(self, job: _Job, name: str) -> None:
         # The salt keeps keys and values of other versions away from a new request.
         prompt = TokensPrompt(prompt_token_ids=list(job.request.tokens), cache_salt=f"v{self._version}")
-        params, llm = sampling_params(job.request, self._settings), self._llm
+        params = sampling_params(job.request, self._settings)
         try:
-            answer = await self._serving().add_request(name, prompt, params, priority=-job.request.ahead)
+            llm = self._serving()
+            answer = await llm.add_request(name, prompt, params, priority=-job.request.ahead)
         except Exception as error:
             self._lose(job, error)
             return
         if self._jobs.get(job.request.id) is job:
             job.answer = answer
             self._read(job)  # in case that it was quick
-        elif llm is not None:  # nobody wants it any more
+        else:  # nobody wants it any more
             await _abort(llm, answer)
 
     async def _read_always(self) -> None:
