@@ -26,6 +26,7 @@ DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": 
 ATTENTION = {"ASYNCRL": "CUSTOM"}
 """vLLM's name for attention that is not its own; worker.py registers ours. Other names are vLLM's, but for `auto`."""
 HOPPER = 90
+"""Its compute capability, as vLLM writes it."""
 SEEDS = 2**63
 """vLLM takes seeds of 63 bits."""
 

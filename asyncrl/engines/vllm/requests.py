@@ -80,7 +80,7 @@ class VllmRequests(RequestSide[_Job]):
         try:
             llm = self._serving()
             answer = await llm.add_request(name, prompt, params, priority=-job.request.ahead)
-        except Exception as error:
+        except Exception as error:  # whatever vLLM refused it for
             self._lose(job, error)
             return
         if self._jobs.get(job.request.id) is job:
@@ -105,7 +105,7 @@ class VllmRequests(RequestSide[_Job]):
         try:
             if job.answer is not None and (output := cast(RequestOutput | None, job.answer.get_nowait())):
                 self._take(job, output.outputs[0])
-        except Exception as error:
+        except Exception as error:  # vLLM's own, handed over in place of tokens, or of what it reports
             self._lose(job, error)
 
     def _lose(self, job: _Job, error: Exception) -> None:

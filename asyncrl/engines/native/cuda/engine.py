@@ -6,7 +6,6 @@ submit -> waiting -> Planner -> Decoding.step (device) -> [one step later] SlotT
 hidden behind the device's work. New weights are copied before the next step, which is planned meanwhile: those of the
 first layers once the running step has passed them, the others behind it. Their version counts as soon as that step has
 been read, so each token has the version that sampled it. A paused engine has nothing under way.
-
 A step that verifies or makes drafts is read at once, behind the drafting of the next ones (`cuda.speculation`).
 """
 
@@ -178,13 +177,14 @@ class CudaEngine(RowEngine):
                 self._decoding.capture_all(self._depths)
         timeline.wait()
         self._intake = weights.Intake(held, timeline, self._kernels, fp8, cuda_model.middle)
-        known = self.name, pages * PAGE, graphs.count, graphs.bytes / 2**30
+        self.kv_tokens = pages * PAGE
+        known = self.name, self.kv_tokens, graphs.count, graphs.bytes / 2**30
         log.info("engine %s: room for the keys and values of %d tokens, %d graphs in %.2f GiB", *known)
         self._plan(config.vocabulary, pages, sizes)
 
     def _plan(self, vocabulary: int, pages: int, sizes: Sizes) -> None:
         """The host's side."""
-        rows, length, decoding, self.kv_tokens = sizes.rows, self.settings.max_length, self._decoding, pages * PAGE
+        rows, length, decoding = sizes.rows, self.settings.max_length, self._decoding
         drafts = DraftTable(rows, sizes.width - 1) if self._depths else None
         self._serve_model(vocabulary, SlotTable(rows, length, drafts))
         self._speculation = None
