@@ -5,10 +5,13 @@ dies, the sample it was at gets a RewardFailure and the rest of the share goes t
 """
 
 import asyncio
+import os
+import signal
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from math import ceil
 from typing import Any, Generic, TypeVar
 
@@ -34,19 +37,32 @@ def check_function(settings: Called) -> None:
     if is_here(settings.function):
         load_function(settings.function, f"{settings.KIND}.function")
         return
-    words, environment = command(settings)
     try:
-        run = subprocess.run(
-            words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=START_S, check=False
-        )
+        received, code = _imports(settings)
     except subprocess.TimeoutExpired:
         raise _unusable(settings, f"importing it took more than {START_S:g} s") from None
     try:
-        failure = imported(run.stdout)
+        failure = imported(received)
     except EOFError:
-        raise _unusable(settings, f"importing it ended the process with code {run.returncode}") from None
+        raise _unusable(settings, f"importing it ended the process with code {code}") from None
     if failure is not None:
         raise _unusable(settings, failure.message)
+
+
+def _imports(settings: Called) -> tuple[bytes, int]:
+    """What a worker says that gets no requests, and its exit code."""
+    words, environment = command(settings)
+    # In a session of its own, as every worker: what the function starts or ends is in no group of ours.
+    with subprocess.Popen(
+        words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    ) as worker:
+        try:
+            received, _ = worker.communicate(timeout=START_S)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            raise
+        return received, worker.returncode
 
 
 class Pool(Generic[In, Out]):

@@ -2,7 +2,7 @@
 
 Requests come in on stdin and answers go out on stdout, one frame each: four bytes of length, then msgpack. The first
 answer says whether the function could be imported. The user's code gets neither pipe: its prints go to stderr and its
-stdin is empty. When the parent goes away, in whatever manner, the worker ends itself and everything in its group.
+stdin is empty. When the parent goes away, in whatever manner, the worker ends itself and the group that it leads.
 """
 
 import inspect
@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -81,7 +82,9 @@ def _judge(function: Function, sample: RewardInput) -> object:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    # Requests stay open to the end: if the watcher first looks when `main` is done, closed ones would be a hang-up.
+    requests = os.fdopen(os.dup(0), "rb", closefd=False)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -99,7 +102,9 @@ def _die_with_parent(requests: int) -> None:
     poll = select.poll()
     poll.register(requests, 0)  # no event but the hang-up
     poll.poll()
-    os.killpg(0, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it leads no group: the one that it is in is somebody else's
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
