@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
 from asyncrl.rundir import owner_only, replace
+from asyncrl.stalls import processes
 
 LOOK_SECONDS = 0.2
 LOST = 1
@@ -23,7 +25,8 @@ LOST = 1
 class Job:
     def __init__(self, name: str) -> None:
         self._place = Path.home() / ".asyncrl" / "jobs" / name
-        self._log, self._code, self._process = (self._place / part for part in ("log", "code", "process"))
+        parts = ("log", "code", "supervisor", "process")
+        self._log, self._code, self._supervisor, self._process = (self._place / part for part in parts)
 
     def start(self, words: list[str]) -> None:
         if self._running():
@@ -32,7 +35,8 @@ class Job:
             )
         with owner_only():
             self._place.mkdir(parents=True, exist_ok=True)
-            self._code.unlink(missing_ok=True)
+            for left in (self._code, self._process):
+                left.unlink(missing_ok=True)
             self._log.write_bytes(b"")
             supervisor = [sys.executable, "-m", __spec__.name, "supervise", self._place.name, *words]
             begun = subprocess.Popen(
@@ -42,14 +46,14 @@ class Job:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-            self._note(begun.pid)
+            replace(self._supervisor, str(begun.pid).encode())
 
     def supervise(self, words: list[str]) -> None:
         with owner_only(), self._log.open("ab") as log:
             run = subprocess.Popen(
                 words, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
-            self._note(run.pid)
+            replace(self._process, str(run.pid).encode())
             replace(self._code, str(run.wait()).encode())
 
     def follow(self, mark: str) -> None:
@@ -63,20 +67,26 @@ class Job:
         print(f"\n{mark} {code}", flush=True)
 
     def stop(self) -> None:
-        if self._running():
-            os.kill(int(self._process.read_text()), signal.SIGINT)
-
-    def _note(self, pid: int) -> None:
-        replace(self._process, str(pid).encode())
+        while self._running():
+            if self._process.exists():  # at once after the supervisor's start
+                with suppress(ProcessLookupError):  # it ended meanwhile
+                    os.kill(int(self._process.read_text()), signal.SIGINT)
+                return
+            time.sleep(LOOK_SECONDS)
 
     def _ended(self) -> int | None:
-        running = self._running()
+        supervised = self._supervised()  # looked up first: the code is there before the supervisor ends
         if self._code.exists():
             return int(self._code.read_text())
-        return None if running else LOST
+        return None if supervised else LOST
 
     def _running(self) -> bool:
-        return self._process.exists() and Path(f"/proc/{self._process.read_text()}").exists()
+        return self._supervised() and not self._code.exists()
+
+    def _supervised(self) -> bool:
+        if not self._supervisor.exists():
+            return False
+        return processes.is_still(int(self._supervisor.read_text()), self._supervisor.stat().st_mtime)
 
 
 def main(words: list[str]) -> None:

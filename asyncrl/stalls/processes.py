@@ -12,6 +12,8 @@ import traceback
 from functools import cache
 from pathlib import Path
 
+CLOCK_S = 2.0
+"""Between the clock of processes and that of files."""
 DUMP_SECONDS = 5.0
 STATES = {"R": "computes", "S": "sleeps", "D": "waits for a device", "T": "stopped", "t": "stopped", "Z": "ended"}
 """Letters of /proc/PID/stat."""
@@ -33,6 +35,19 @@ def state(pid: int) -> str:
     except OSError:
         return "ended" if Path("/proc/self").exists() else ""
     return STATES.get(stat.rpartition(")")[2].split()[0], "")
+
+
+def is_still(pid: int, noted: float) -> bool:
+    """Whether it is the process that was noted then, and no later one that got its number."""
+    if state(pid) == "ended":
+        return False
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    except OSError:  # no Linux
+        return True
+    begun = int(boot.split()[1]) + int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    return begun <= noted + CLOCK_S
 
 
 def stack_from_outside(pid: int) -> str:

@@ -1,6 +1,7 @@
 """What `asyncrl submit` refuses before it touches a machine, and the run that outlives its connection."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -95,3 +96,27 @@ def test_a_job_is_interrupted_as_by_a_person(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert job(tmp_path, "stop", "b").returncode == 0
     assert job(tmp_path, "follow", "b", "MARK").stdout.endswith("MARK 130\n")
+
+
+def test_a_job_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:
+    assert job(tmp_path, "start", "c", "sleep", "60").returncode == 0
+    process = tmp_path / ".asyncrl/jobs/c/process"
+    while not process.exists():
+        time.sleep(0.05)
+    os.kill(int(process.with_name("supervisor").read_text()), signal.SIGKILL)
+    os.kill(int(process.read_text()), signal.SIGKILL)
+    assert job(tmp_path, "follow", "c", "MARK").stdout == "MARK\n\nMARK 1\n"
+
+
+def test_a_process_that_got_the_number_of_an_old_job_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / ".asyncrl/jobs/d"
+    place.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as stranger:
+        for name in ("supervisor", "process"):
+            (place / name).write_text(str(stranger.pid))
+            os.utime(place / name, (0, 0))
+        assert job(tmp_path, "stop", "d").returncode == 0
+        assert job(tmp_path, "start", "d", "true").returncode == 0
+        assert job(tmp_path, "follow", "d", "MARK").stdout == "MARK\n\nMARK 0\n"
+        assert stranger.poll() is None
+        stranger.kill()
