@@ -63,11 +63,6 @@ def ruff(*words: str, stdin: str | None = None) -> "subprocess.CompletedProcess[
     return subprocess.run(command, cwd=REPOSITORY, input=stdin, capture_output=True, text=True, timeout=60, check=False)
 
 
-def has_ruff() -> bool:
-    return Path(sys.executable).with_name("ruff").exists()
-
-
-@pytest.mark.skipif(not has_ruff(), reason="ruff is in the extra `lint`")
 def test_s4_no_unsafe_call_in_the_code() -> None:
     """Not even one that a comment hides from the linter. (torch.load: test_architecture.)"""
     lines = ruff("--ignore-noqa", "--output-format", "concise", "asyncrl", "actors", "pipelines").stdout.splitlines()
@@ -75,7 +70,6 @@ def test_s4_no_unsafe_call_in_the_code() -> None:
     assert [line for line in lines if re.search(r": S\d{3} ", line)] == []
 
 
-@pytest.mark.skipif(not has_ruff(), reason="ruff is in the extra `lint`")
 @pytest.mark.parametrize("rule", UNSAFE)
 def test_s4_the_linter_would_see_one(rule: str) -> None:
     assert rule in ruff("--stdin-filename", "asyncrl/new.py", "-", stdin=UNSAFE[rule]).stdout
