@@ -32,8 +32,11 @@ class Flat:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views, not copies."""
         for spec in self.specs:
-            part = self.memory[spec.offset : spec.offset + spec.bytes]
-            yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)
+            yield spec.name, self.tensor(spec)
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        part = self.memory[spec.offset : spec.offset + spec.bytes]
+        return part.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def put(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         self.memory[spec.offset : spec.offset + spec.bytes].copy_(as_bytes(tensor))

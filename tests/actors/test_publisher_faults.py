@@ -114,12 +114,10 @@ def _flip_on_gpu(writer: Writer, location: str) -> None:
     from asyncrl.weights.cuda_ipc import CudaIpcWriter, cupy
 
     assert isinstance(writer, CudaIpcWriter)
-    for memory in writer._buffers.values():
-        if location == CUDA_IPC + cupy.cuda.runtime.ipcGetMemHandle(memory.data.ptr).hex():
-            memory[100] ^= 16
-            cupy.cuda.Device().synchronize()
-            return
-    raise AssertionError(f"nothing is published at {location}")
+    handle, offset = location.removeprefix(CUDA_IPC).split("@")
+    assert handle == cupy.cuda.runtime.ipcGetMemHandle(writer._memory.data.ptr).hex()
+    writer._memory[int(offset) + 100] ^= 16
+    cupy.cuda.Device().synchronize()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "file", ON_GPU])

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Move, Queries
+from asyncrl.weights.flat import Flat
+from asyncrl.weights.manifest import layout
 from tests.engines import cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
 from tests.engines.cuda_cases import Case, cases
 from tests.engines.cuda_places import Place, both, close
@@ -165,10 +167,12 @@ def sample_says_that_logits_are_no_numbers(place: Place) -> None:
 
 
 def mover(place: Place) -> None:
-    """Tensors of many pieces and of one, ends that are no piece, and what is no matter of whole words; each time."""
+    """Tensors of many pieces and of one, ends that are no piece, and what is no matter of whole words; anywhere."""
     sizes = (1 << 20 if place.large else 70_000, 32768, 4096, 17, 8, 1)
     normal, zeros = partial(place.normal, dtype=torch.bfloat16), partial(torch.zeros, device=place.device)
     given = [*map(normal, sizes), normal(4, 8), normal(8), normal(32), normal(40).view(torch.uint8)]
+    specs, total = layout((str(number), tensor) for number, tensor in enumerate(given))
+    both_places = torch.zeros(2 * total, dtype=torch.uint8, device=place.device)
 
     def run(kernels: Kernels) -> None:
         matrix, odd = zeros(4, 24, dtype=torch.bfloat16), zeros(33, dtype=torch.bfloat16)[1:]
@@ -179,13 +183,15 @@ def mover(place: Place) -> None:
             odd,
             zeros(80, dtype=torch.uint8),
         ]
-        move = kernels.mover([Move(*pair) for pair in zip(given, held, strict=True)])
+        move = kernels.mover([Move(*pair) for pair in zip(specs, held, strict=True)])
         assert not any(each.any() for each in held), "not yet"
-        for _ in range(2):
-            move()
+        for memory in both_places.chunk(2):
+            flat = Flat(specs, memory)
+            for spec, source in zip(specs, given, strict=True):
+                flat.put(spec, source.mul_(2))
+            move(flat)
             for source, target in zip(given, held, strict=True):
                 assert torch.equal(source.float(), target.float()), source.shape
-                source.mul_(2)
         assert matrix.count_nonzero() == matrix[:, 8:16].count_nonzero()
 
     both(run)

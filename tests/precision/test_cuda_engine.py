@@ -1,7 +1,6 @@
 """FP8 in the engine for GPUs, with its kernels in torch: the numbers it should have, and syncs that leave no doubt."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from asyncrl.config import Rollout, Run
 from asyncrl.drafting.settings import NgramDrafter, NoDrafter
-from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.kernels.shapes import Move
 from asyncrl.engines.settings import NativeEngine as Settings
@@ -26,6 +24,7 @@ from asyncrl.precision.memory import footprint
 from asyncrl.precision.quantizer import E4M3, saturated
 from asyncrl.precision.settings import Fp8, numerics
 from asyncrl.types import TensorSpec, WeightManifest
+from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import Follower, OneRank
 from pipelines.estimate import needs
 from tests.engines.drafters import paged_drafting, save_heads
@@ -150,12 +149,13 @@ def _refused(tmp_path: Path, manifest: WeightManifest, error: type[Exception], s
 def test_stale_weight_scales_are_seen_by_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New values with the scales of the version before, as an engine has them that forgets to load scales."""
     tiny_checkpoint(tmp_path)
-    moves = weights._moves
+    make = Move.make
 
-    def forgetful(*publication: Any) -> Iterator[tuple[str, Move]]:
-        return ((name, move) for name, move in moves(*publication) if not name.endswith(SCALES))
+    def forgetful(move: Move, flat: Flat) -> None:
+        if not move.spec.name.endswith(SCALES):
+            make(move, flat)
 
-    monkeypatch.setattr(weights, "_moves", forgetful)
+    monkeypatch.setattr(Move, "make", forgetful)
     with publishing(tmp_path, "fp8_full", "cuda") as trainer:
         trainer.grow(1.5, "o_proj")
         said = r"a product with model\.layers\.1\.self_attn\.o_proj\.weight in FP8 is off by 33.*stale scales"

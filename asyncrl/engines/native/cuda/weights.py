@@ -5,10 +5,8 @@ The published bytes are checked before anything is touched, so there is no copy 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,19 +32,19 @@ _STEP_BYTES = 1 << 30
 class Update:
     """A publication on its way into the tensors held."""
 
-    def __init__(self, moves: Callable[[], Iterable[tuple[str, Move]]], at_once: Callable[[], None] | None) -> None:
+    def __init__(self, flat: Flat, held: dict[str, Tensor], at_once: Callable[[Flat], None] | None) -> None:
         """`at_once` makes all moves together; without it they are made one by one."""
-        self._moves, self._at_once = moves, at_once
+        self._flat, self._held, self._at_once = flat, held, at_once
 
     def load(self, names: Iterable[str] | None = None) -> None:
         """All of it, or what has these names."""
         if names is None and self._at_once is not None:
-            self._at_once()
+            self._at_once(self._flat)
             return
-        wanted = None if names is None else set(names)
-        for name, move in self._moves():
-            if wanted is None or name in wanted:
-                move.target.copy_(move.source)
+        wanted = self._held if names is None else set(names)
+        for spec in self._flat.specs:
+            if spec.name in wanted:
+                Move(spec, self._held[spec.name]).make(self._flat)
 
 
 class Checked(NamedTuple):
@@ -62,7 +60,7 @@ class Intake:
     """Checks publications for the tensors held, in a thread, while decoding goes on.
 
     The step loop needs the interpreter every few milliseconds, and to look at hundreds of tensors takes Python as long.
-    So what was found out is kept: publications are alike, and lie at the same few places on the device.
+    So what was found out of one publication is kept: all are alike, wherever on the device they lie.
     """
 
     def __init__(
@@ -77,14 +75,13 @@ class Intake:
         self.held, self.fp8, self._timeline, self._kernels, self._middle = held, fp8, timeline, kernels, middle
         self._fitting: tuple[TensorSpec, ...] | None = None
         """What was last found to fit."""
-        self._updates = WeakKeyDictionary[Flat, Update]()
-        """Weak, because they hold memory as large as the model, which others may want to let go."""
+        self._at_once: Callable[[Flat], None] | None = None
 
     def check(self, manifest: WeightManifest, receiver: Receiver) -> Checked:
         """All that can be done before the copy. It touches nothing."""
         if manifest.tensors != self._fitting:
             check_fit(manifest, self.held, receiver)
-            self._fitting = manifest.tensors
+            self._fitting, self._at_once = manifest.tensors, None
         digest = digest_published(manifest)
         if digest != manifest.digest:
             raise WeightSyncError(
@@ -96,24 +93,22 @@ class Intake:
 
     def _update(self, flat: Flat) -> Update:
         if flat.memory.device.type != self._timeline.device.type:
-            return Update(partial(_moves, flat, self.held), None)
-        update = self._updates.get(flat)
-        if update is None:
-            moves = list(_moves(flat, self.held))
-            update = self._updates[flat] = Update(lambda: moves, self._in_halves(moves))
-        return update
+            return Update(flat, self.held, None)
+        if self._at_once is None:
+            self._at_once = self._in_halves(flat.specs)
+        return Update(flat, self.held, self._at_once)
 
-    def _in_halves(self, moves: Sequence[tuple[str, Move]]) -> Callable[[], None]:
+    def _in_halves(self, specs: Sequence[TensorSpec]) -> Callable[[Flat], None]:
         """Half of the copy beside the running step, half behind it: so requests wait for half of it twice."""
         parts: tuple[list[Move], list[Move]] = [], []
-        for name, move in moves:
-            parts[_layer(name) >= self._middle].append(move)
+        for spec in specs:
+            parts[_layer(spec.name) >= self._middle].append(Move(spec, self.held[spec.name]))
         early, late = map(self._kernels.mover, parts)
 
-        def load() -> None:
+        def load(flat: Flat) -> None:
             with self._timeline.behind_middle():
-                early()
-            late()
+                early(flat)
+            late(flat)
 
         return load
 
@@ -122,16 +117,6 @@ def _layer(name: str) -> float:
     """What is no layer's is read at the end, too."""
     found = _LAYER.match(name)
     return int(found[1]) if found else math.inf
-
-
-def _moves(flat: Flat, held: dict[str, Tensor]) -> Iterator[tuple[str, Move]]:
-    for name, tensor in flat.tensors():
-        yield name, Move(_plain(tensor), _plain(held[name]))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """FP8 as bytes: not every operation of torch knows it."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def page_count(config: ModelConfig, settings: Settings, device: torch.device, page_bytes: int, width: int) -> int:

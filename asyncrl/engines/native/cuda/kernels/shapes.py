@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.precision.quantizer import SIDE
+from asyncrl.types import TensorSpec
+from asyncrl.weights.flat import Flat
 
 
 class Heads(NamedTuple):
@@ -126,10 +128,18 @@ class Drafts(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A tensor to its place."""
+    """A tensor of a publication to its place."""
 
-    source: Tensor
+    spec: TensorSpec
     target: Tensor
+
+    def make(self, flat: Flat) -> None:
+        _plain(self.target).copy_(_plain(flat.tensor(self.spec)))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """FP8 as bytes: not every operation of torch knows it."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 class Kernels(NamedTuple):
@@ -164,5 +174,5 @@ class Kernels(NamedTuple):
     fp8_product: Callable[[Codes, Fp8Matrix, Tensor | None, Tensor | None, Tensor], None]
     """(codes, matrix, bias_O, addend_T_O, out_T_O): each block of 128 inputs is scaled as it is added, in fp32. The
     addend may be `out` itself."""
-    mover: Callable[[Sequence[Move]], Callable[[], None]]
-    """What makes these moves each time that it is called; the tensors stay where they are."""
+    mover: Callable[[Sequence[Move]], Callable[[Flat], None]]
+    """What makes these moves out of any publication of these tensors, each time that it is called."""

@@ -10,6 +10,7 @@ from asyncrl.engines.native import sampling
 from asyncrl.engines.native.cuda.kernels import torch_fp8
 from asyncrl.engines.native.cuda.kernels.shapes import Drafts, Heads, Kernels, Kv, Move, Proposals, Queries
 from asyncrl.precision.quantizer import to_e4m3
+from asyncrl.weights.flat import Flat
 
 
 def embed(tokens_T: Tensor, sampled_N: Tensor, embedding_V_E: Tensor, out_T_E: Tensor) -> None:
@@ -132,10 +133,10 @@ def drafted_in(drafts: Drafts) -> Tensor:
     return (-1 - drafts.token_N_W[:, 1]).clamp(min=0).long() % drafts.ahead_W_B.shape[1]
 
 
-def mover(moves: Sequence[Move]) -> Callable[[], None]:
-    def run() -> None:
-        for source, target in moves:
-            target.copy_(source)
+def mover(moves: Sequence[Move]) -> Callable[[Flat], None]:
+    def run(flat: Flat) -> None:
+        for move in moves:
+            move.make(flat)
 
     return run
 
