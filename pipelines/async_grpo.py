@@ -52,9 +52,9 @@ class AsyncGrpo:
         self._publishing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        if self._first_step:
-            await self._publish()
-        else:
+        # Also the first time: then engines have proven that they hold what is trained, and the way to them is open.
+        await self._publish()
+        if not self._first_step:
             await self._evaluate(0)
         self._recorder.begin()
         async with asyncio.TaskGroup() as tasks:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.buffer.reader import read_run
+from asyncrl.rundir import read_events
 from asyncrl.training.checkpoint import numbered, read_manifest
 from asyncrl.types import GIVEN
 from tests.pipelines import helpers
@@ -51,6 +52,14 @@ def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, model: Path, st
     assert (run.stat().st_mode & 0o777) == 0o700
     assert pq.read_table(run / "metrics.parquet").column("step").to_pylist() == [0, 1, 2, 3]
     assert len(_consumed(tmp_path)) == len(set(_consumed(tmp_path))) == 16
+
+
+def test_engines_prove_that_they_hold_what_is_trained_before_anything_is_generated(tmp_path: Path, model: Path):
+    helpers.finish(helpers.start(tmp_path, model, "steps=1"))
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    first = next(event for event in events if event["kind"] == "publish")
+    assert first["version"] == 0
+    assert first["time"] <= min(event["time"] for event in events if event["kind"] in ("evaluation", "loop_started"))
 
 
 def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path, model: Path):
