@@ -12,6 +12,7 @@ Bars, meant for one H200 and an 8B shape: as many tokens per second as vLLM up t
 
 import argparse
 import asyncio
+import gc
 import json
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ import msgspec
 import numpy as np
 import torch
 
+from actors.spawn import GARBAGE
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
@@ -147,6 +149,7 @@ async def measure(engine: Engine, name: str, batch: int, seconds: float, limit_m
 
 async def session(name: str, engine: Engine, config: ModelConfig, arguments: argparse.Namespace) -> list[Figures]:
     found: list[Figures] = []
+    gc.set_threshold(*GARBAGE)  # as in an actor
     await engine.start()
     for batch in arguments.batches:
         readers = Readers(engine, batch, config.vocabulary, arguments.context)
