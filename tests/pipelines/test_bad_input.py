@@ -1,13 +1,17 @@
 """Bad rewards and a full disk: a counted drop or a clear error, and nothing lost."""
 
 import resource
-import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from asyncrl.buffer.frames import HEADER_SIZE
 from asyncrl.buffer.reader import read_run, verify
+from asyncrl.config import WarmStart
+from asyncrl.tasks.settings import ChainsTask
+from asyncrl.training.warm_start import make_model
 from tests.pipelines import helpers
 
 REWARDS = """
@@ -50,26 +54,33 @@ def test_a_bad_reward_is_a_counted_drop(tmp_path: Path, model: Path, function: s
     assert summary["waste"][reason] > 0
 
 
-def _limit_file_size() -> None:
-    """Stands for a full disk: it stops the trajectory log within the first step, before any weights are written."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
+def _fill_disk_after_first_trajectories(process: "subprocess.Popen[str]", run: Path) -> None:
+    """As a limit on the size of files, that trajectories outgrow and the small model's weights do not. Not from the
+    start: how many of the first wave are written at once is a matter of luck, and all of them are too many."""
+    deadline = time.monotonic() + 100
+    while not any(log.stat().st_size > HEADER_SIZE for log in run.glob("trajectories/*.open")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing was stored"
+        time.sleep(0.01)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
 
 
-def test_a_full_disk_ends_the_run_with_its_reason_and_loses_nothing(tmp_path: Path, model: Path):
-    command = helpers.command(tmp_path, model, "checkpoint.every=0", "steps=2", "flow.groups_per_step=32")
-    failed = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, preexec_fn=_limit_file_size
-    )
-    assert failed.returncode == 6, failed.stdout + failed.stderr
-    assert "nothing of this call was stored, make room" in failed.stderr
-    assert "Traceback" not in failed.stderr
+def test_a_full_disk_ends_the_run_with_its_reason_and_loses_nothing(tmp_path: Path):
+    small = WarmStart(hidden_size=32, layers=1, intermediate_size=32, steps=40)
+    model = make_model(small, ChainsTask(), 0, tmp_path / "model")
+    command = helpers.command(tmp_path, model, "checkpoint.every=0", "steps=4", "flow.groups_per_step=32")
+    failed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _fill_disk_after_first_trajectories(failed, tmp_path / "run")
+    output, errors = failed.communicate(timeout=100)
+    assert failed.returncode == 6, output + errors
+    assert "nothing of this call was stored, make room" in errors
+    assert "Traceback" not in errors
     assert helpers.summary(tmp_path)["status"] == "failed"
     acknowledged = {t.slot for t in read_run(tmp_path / "run" / "trajectories")}
     assert acknowledged
     helpers.resume(tmp_path / "run")
     summary = helpers.summary(tmp_path)
     assert summary["status"] == "ok"
-    assert summary["ledger"]["consumed"] == 2 * 32 * 4
+    assert summary["ledger"]["consumed"] == 4 * 32 * 4
     assert acknowledged <= {t.slot for t in read_run(tmp_path / "run" / "trajectories")}
     assert verify(tmp_path / "run" / "trajectories").sound
