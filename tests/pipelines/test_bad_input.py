@@ -58,7 +58,7 @@ def _fill_disk_after_first_trajectories(process: "subprocess.Popen[str]", run: P
     """As a limit on the size of files, that trajectories outgrow and the small model's weights do not. Not from the
     start: how many of the first wave are written at once is a matter of luck, and all of them are too many."""
     deadline = time.monotonic() + 100
-    while not any(log.stat().st_size > HEADER_SIZE for log in run.glob("trajectories/*.open")):
+    while not any(log.stat().st_size > HEADER_SIZE for log in run.glob("trajectories/trajectories-*.open")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing was stored"
         time.sleep(0.01)
