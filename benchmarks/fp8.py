@@ -1,12 +1,16 @@
-"""FP8 rollouts against fp32 ones on the quickstart: held-out accuracy and mismatch, with and without correction.
+"""FP8 rollouts against others on the quickstart: held-out accuracy and mismatch, with and without correction.
 
-    python -m benchmarks.fp8 [--seeds 0 1 2] [--arms fp32 fp8_full] [--steps 150] [--lr 2e-4] [--jobs 1]
-        [--root runs/fp8]
+    python -m benchmarks.fp8 [SETTING=VALUE ...] [--seeds 0 1 2] [--arms fp32 fp8_full] [--steps 150] [--lr 2e-4]
+        [--jobs 1] [--root runs/fp8]
+    python -m benchmarks.fp8 --device cuda --shape qwen3-1.7b --lr 1e-5 --arms bf16 fp8_full --seeds 0 --jobs 2
 
-FP8 is simulated by the native engine on a CPU: this is about learning and says nothing about speed. Answers of the
-evaluation are sampled in the run's own precision. Each seed has one warm start, shared by its runs. Finished runs are
-kept and not repeated; the table is printed from whatever is there. `--jobs` runs so many at a time, each of which wants
-two cores.
+On a CPU the native engine simulates FP8: this is about learning and says nothing about speed. With `--shape` the model
+is expanded without changing its function (`asyncrl.models.expand`). Its numbers have many copies, each of which learns,
+so it wants so much smaller a learning rate.
+
+Answers of the evaluation are sampled in the run's own precision. Each seed has one warm start, shared by its runs.
+Finished runs are kept and not repeated; the table is printed from whatever is there. `--jobs` runs so many at a time,
+each of which wants two cores.
 """
 
 import argparse
@@ -20,10 +24,14 @@ from typing import Any, NamedTuple
 
 from asyncrl.config import WarmStart
 from asyncrl.data.tables import read_table
+from asyncrl.models.expand import SHAPES
+from asyncrl.models.expand import main as expand
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 
+ON = {"cpu": (), "cuda": ("engine.device=cuda", "trainer.device=cuda", "trainer.dtype=bf16")}
 ARMS = {
+    "bf16": ("rollout.precision=bf16",),
     "fp32": ("rollout.precision=fp32",),
     "fp8": ("rollout.precision=fp8",),
     "fp8_kv": ("rollout.precision=fp8_kv",),
@@ -33,7 +41,7 @@ ARMS = {
     "fp32, uncorrected": ("rollout.precision=fp32", "correction=naive"),
     "fp8_full, uncorrected": ("rollout.precision=fp8_full", "correction=naive"),
 }
-REFERENCE = "fp32"
+REFERENCES = {"cpu": "fp32", "cuda": "bf16"}
 HELD_OUT = 1024
 
 
@@ -51,6 +59,15 @@ def directory(root: Path, arm: str, seed: int) -> Path:
     return root / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
+def start(path: Path, seed: int, shape: str | None) -> None:
+    """A model to begin with."""
+    if shape is None:
+        make_model(WarmStart(), ChainsTask(), seed, path)
+        return
+    small = make_model(WarmStart(), ChainsTask(), seed, path.with_name(f"small-{seed}"))
+    expand([str(small), str(path), "--shape", shape, "--same-vocabulary", "--dtype", "fp32"])
+
+
 def train(arm: str, seed: int, options: argparse.Namespace) -> None:
     print(f"{arm}, seed {seed}", file=sys.stderr, flush=True)
     place = directory(options.root, arm, seed)
@@ -58,7 +75,7 @@ def train(arm: str, seed: int, options: argparse.Namespace) -> None:
         *("asyncrl", "run", "experiment=quickstart", "engine=native", f"name={place.name}", f"root={options.root}"),
         *("model=checkpoint", f"model.path={options.root / f'model-{seed}'}", f"seed={seed}", f"steps={options.steps}"),
         *(f"trainer.lr={options.lr}", f"evaluation.prompts={options.prompts}", "checkpoint.every=0"),
-        *("sentinel.max_kl=0", *ARMS[arm]),
+        *("sentinel.max_kl=0", *ON[options.device], *ARMS[arm], *options.settings),
     ]
     log = place.with_suffix(".log")
     with log.open("wb") as file:
@@ -83,18 +100,20 @@ def found(root: Path, arm: str, seed: int) -> Found | None:
     )
 
 
-def table(root: Path, seeds: list[int]) -> str:
-    lines = [f"| rollouts | {' | '.join(f'seed {s}' for s in seeds)} | mean | against fp32 | KL (k1) | KL (k3) | ESS |"]
+def table(root: Path, seeds: list[int], usual: str) -> str:
+    lines = [
+        f"| rollouts | {' | '.join(f'seed {s}' for s in seeds)} | mean | against {usual} | KL (k1) | KL (k3) | ESS |"
+    ]
     lines.append("|---" * (len(seeds) + 6) + "|")
     reference: float | None = None
-    for arm in ARMS:
+    for arm in sorted(ARMS, key=lambda arm: arm != usual):
         runs = {seed: run for seed in seeds if (run := found(root, arm, seed)) is not None}
         if not runs:
             continue
         average = mean(run.accuracy for run in runs.values())
-        reference = average if arm == REFERENCE else reference
+        reference = average if arm == usual else reference
         cells = [f"{runs[seed].accuracy:.3f}" if seed in runs else "-" for seed in seeds]
-        against = "" if reference is None or arm == REFERENCE else f"{100 * (average - reference):+.1f} points"
+        against = "" if reference is None or arm == usual else f"{100 * (average - reference):+.1f} points"
         kl, k3, ess = (mean(getattr(run, name) for run in runs.values()) for name in ("kl", "k3", "ess"))
         lines.append(f"| {arm} | {' | '.join(cells)} | {average:.3f} | {against} | {kl:.1e} | {k3:.1e} | {ess:.4f} |")
     return "\n".join(lines)
@@ -108,18 +127,22 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--prompts", type=int, default=HELD_OUT)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--device", choices=ON, default="cpu")
+    parser.add_argument("--shape", choices=SHAPES, help="of the model; as it is made, unless given")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="for all runs")
     parser.add_argument("--root", type=Path, default=Path("runs/fp8"))
     options = parser.parse_args()
     options.root = options.root.resolve()
     options.root.mkdir(parents=True, exist_ok=True)
     for seed in options.seeds:
         if not (options.root / f"model-{seed}").exists():
-            make_model(WarmStart(), ChainsTask(), seed, options.root / f"model-{seed}")
+            start(options.root / f"model-{seed}", seed, options.shape)
     wanted = [(arm, seed) for arm in options.arms for seed in options.seeds]
     missing = [(arm, seed) for arm, seed in wanted if found(options.root, arm, seed) is None]
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda each: train(*each, options), missing))
-    print(table(options.root, options.seeds))
+        for run in [pool.submit(train, arm, seed, options) for arm, seed in missing]:
+            run.result()
+    print(table(options.root, options.seeds, REFERENCES[options.device]))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from asyncrl.tasks.chains import CHARACTERS, END
 from asyncrl.training.memory import parameters
 from asyncrl.types import Fp8Version, WeightManifest
 from asyncrl.weights import probe
-from benchmarks.fp8 import ARMS
+from benchmarks.fp8 import ARMS, ON
 from pipelines import plan, plan_show
 from pipelines.compose import compose
 from tests.tiny_model import tiny_checkpoint
@@ -198,6 +198,9 @@ def test_the_plan_knows_whether_a_model_has_qk_norm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_of_the_benchmark_is_a_run(arm: str) -> None:
-    run = compose(["experiment=quickstart", "engine=native", *ARMS[arm]])
+@pytest.mark.parametrize("device", ON)
+def test_every_arm_of_the_benchmark_is_a_run(arm: str, device: str) -> None:
+    run = compose(["experiment=quickstart", "engine=native", *ON[device], *ARMS[arm]])
     assert run.rollout.precision == arm.partition(",")[0]
+    assert isinstance(run.engine, NativeEngine)
+    assert run.engine.device == device
