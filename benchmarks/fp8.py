@@ -3,14 +3,15 @@
     python -m benchmarks.fp8 [SETTING=VALUE ...] [--seeds 0 1 2] [--arms fp32 fp8_full] [--steps 150] [--lr 2e-4]
         [--jobs 1] [--root runs/fp8]
     python -m benchmarks.fp8 --device cuda --shape qwen3-1.7b --lr 1e-5 --arms bf16 fp8_full --seeds 0 --jobs 2
+        --root runs/fp8-1.7b
 
 On a CPU the native engine simulates FP8: this is about learning and says nothing about speed. With `--shape` the model
 is expanded without changing its function (`asyncrl.models.expand`). Its numbers have many copies, each of which learns,
 so it wants so much smaller a learning rate.
 
 Answers of the evaluation are sampled in the run's own precision. Each seed has one warm start, shared by its runs.
-Finished runs are kept and not repeated; the table is printed from whatever is there. `--jobs` runs so many at a time,
-each of which wants two cores.
+Finished runs are kept and not repeated; the table is printed from whatever is there, so a root is for runs of one kind.
+`--jobs` runs so many at a time, each of which wants two cores.
 """
 
 import argparse
@@ -57,6 +58,16 @@ class Found(NamedTuple):
 
 def directory(root: Path, arm: str, seed: int) -> Path:
     return root / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
+
+
+def claim(options: argparse.Namespace) -> None:
+    """Nothing but arms and seeds may differ between the runs of a table."""
+    kind = {name: getattr(options, name) for name in ("device", "shape", "settings", "steps", "lr", "prompts")}
+    options.root.mkdir(parents=True, exist_ok=True)
+    note = options.root / "kind.json"
+    if note.exists() and (before := json.loads(note.read_bytes())) != kind:
+        raise SystemExit(f"--root {options.root} holds runs with {before}, not {kind}; give another --root")
+    note.write_text(json.dumps(kind))
 
 
 def start(path: Path, seed: int, shape: str | None) -> None:
@@ -133,7 +144,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("runs/fp8"))
     options = parser.parse_args()
     options.root = options.root.resolve()
-    options.root.mkdir(parents=True, exist_ok=True)
+    claim(options)
     for seed in options.seeds:
         if not (options.root / f"model-{seed}").exists():
             start(options.root / f"model-{seed}", seed, options.shape)

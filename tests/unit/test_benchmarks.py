@@ -1,5 +1,6 @@
 """The benchmarks that compare modes and peers: what they set, and a small one from end to end."""
 
+import argparse
 import dataclasses
 import json
 from itertools import islice
@@ -12,7 +13,7 @@ from trl import GRPOConfig
 
 from asyncrl.functions import load_function
 from asyncrl.tasks.base import make_task
-from benchmarks import lists, longtail, weight_update
+from benchmarks import fp8, lists, longtail, weight_update
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
 from benchmarks.runs import steady
@@ -218,3 +219,12 @@ def test_chats_are_shown_to_the_peer_turn_by_turn() -> None:
     graded = judge(prompt.text, turns[1]["content"].replace("<answer>", "<answer>x"), prompt.answer)
     assert isinstance(graded, dict)
     assert sum(graded.values()) < 1
+
+
+def test_a_table_about_fp8_is_of_runs_of_one_kind(tmp_path: Path) -> None:
+    """A run that is there is not repeated: one with another model or rate would pass for what was asked for."""
+    options = argparse.Namespace(root=tmp_path, device="cpu", shape=None, settings=[], steps=150, lr=2e-4, prompts=1024)
+    fp8.claim(options)
+    fp8.claim(options)
+    with pytest.raises(SystemExit, match=r"holds runs with .*'shape': None.*not .*'shape': 'tiny'.*another --root"):
+        fp8.claim(argparse.Namespace(**vars(options) | {"shape": "tiny"}))
