@@ -19,6 +19,7 @@ from statistics import mean
 from asyncrl.config import WarmStart
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
+from benchmarks.runs import HERE
 
 PRESETS = Path(__file__).parents[1] / "configs" / "correction"
 NOT_A_PRESET = {"custom", "importance"}
@@ -33,7 +34,7 @@ def train(name: str, seed: int, root: Path, steps: int) -> None:
     print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     settings = ["max_staleness=0"] if name == "sync" else [f"max_staleness={STALENESS}", f"correction={name}"]
     command = [
-        *("asyncrl", "run", "experiment=quickstart", f"name={name}-{seed}", f"root={root}", f"seed={seed}"),
+        *("run", "experiment=quickstart", f"name={name}-{seed}", f"root={root}", f"seed={seed}"),
         *("model=checkpoint", f"model.path={root / f'model-{seed}'}", f"trainer.lr={LR}", f"steps={steps}"),
         *(
             "evaluation.every=50",
@@ -45,7 +46,7 @@ def train(name: str, seed: int, root: Path, steps: int) -> None:
     ]
     log = root / f"{name}-{seed}.log"
     with log.open("wb") as file:
-        done = subprocess.run([Path(sys.executable).parent / command[0], *command[1:]], stdout=file, stderr=file)
+        done = subprocess.run([*HERE, *command], stdout=file, stderr=file)
     if done.returncode:
         print(f"{name}, seed {seed} failed: see {log}", file=sys.stderr, flush=True)
 

@@ -29,6 +29,7 @@ from asyncrl.models.expand import SHAPES
 from asyncrl.models.expand import main as expand
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
+from benchmarks.runs import HERE
 
 ON = {"cpu": (), "cuda": ("engine.device=cuda", "trainer.device=cuda", "trainer.dtype=bf16")}
 ARMS = {
@@ -83,14 +84,14 @@ def train(arm: str, seed: int, options: argparse.Namespace) -> None:
     print(f"{arm}, seed {seed}", file=sys.stderr, flush=True)
     place = directory(options.root, arm, seed)
     command = [
-        *("asyncrl", "run", "experiment=quickstart", "engine=native", f"name={place.name}", f"root={options.root}"),
+        *("run", "experiment=quickstart", "engine=native", f"name={place.name}", f"root={options.root}"),
         *("model=checkpoint", f"model.path={options.root / f'model-{seed}'}", f"seed={seed}", f"steps={options.steps}"),
         *(f"trainer.lr={options.lr}", f"evaluation.prompts={options.prompts}", "checkpoint.every=0"),
         *("sentinel.max_kl=0", *ON[options.device], *ARMS[arm], *options.settings),
     ]
     log = place.with_suffix(".log")
     with log.open("wb") as file:
-        done = subprocess.run([Path(sys.executable).parent / command[0], *command[1:]], stdout=file, stderr=file)
+        done = subprocess.run([*HERE, *command], stdout=file, stderr=file)
     if done.returncode:
         print(f"{arm}, seed {seed} failed: see {log}", file=sys.stderr, flush=True)
 
