@@ -2,8 +2,8 @@
 
     python -m benchmarks.fp8 [SETTING=VALUE ...] [--seeds 0 1 2] [--arms fp32 fp8_full] [--steps 150] [--lr 2e-4]
         [--jobs 1] [--root runs/fp8]
-    python -m benchmarks.fp8 --device cuda --shape qwen3-1.7b --lr 1e-5 --arms bf16 fp8_full --seeds 0 --jobs 2
-        --root runs/fp8-1.7b
+    python -m benchmarks.fp8 engine.memory=0.1 --device cuda --shape qwen3-0.6b --lr 1e-5 --arms bf16 fp8_full --seeds 0
+        --jobs 2 --root runs/fp8-0.6b
 
 On a CPU the native engine simulates FP8: this is about learning and says nothing about speed. With `--shape` the model
 is expanded without changing its function (`asyncrl.models.expand`). Its numbers have many copies, each of which learns,

@@ -63,6 +63,7 @@ class Shape(msgspec.Struct, frozen=True):
 SHAPES = {
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 128, 151936),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, 151936),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936),
     "tiny": Shape(512, 1000, 3, 8, 2, 64, 200),
 }
 
