@@ -136,7 +136,7 @@ class TrainerActor:
         with self._at_work(), self._activity.doing(f"forward and backward for step {delivery.step}"):
             self._learner.accumulate(groups)
         self._send_hidden()
-        self._fp8.see(groups)
+        self._fp8.see(trajectory.tokens for group in groups for trajectory in group.trajectories)
         self._consumed.extend(delivery.groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         return Accumulated(
@@ -166,7 +166,7 @@ class TrainerActor:
         with self._activity.doing(f"putting version {self._learner.version} out"):
             manifest = self._writer.publish(self._learner.version, order)
         if not self._watch.fell_back:
-            manifest = msgspec.structs.replace(manifest, fp8=self._fp8.of(self._learner.model))
+            manifest = msgspec.structs.replace(manifest, fp8=self._fp8.of(self._learner.computing))
         if not probe.wanted(self._run):
             return manifest
         prompts = probe.prompts(self._learner.model_config.vocabulary)

@@ -1,10 +1,13 @@
 """How long requests wait while an engine takes new weights, and how fast it generates in between.
 
-    python -m benchmarks.weight_update [--engine native|vllm] [--shape qwen3-0.6b] [--requests 64] [--updates 20]
+    python -m benchmarks.weight_update [--engine native|vllm] [--precision bf16|fp8|fp8_kv|fp8_full]
+        [--shape qwen3-0.6b] [--requests 64] [--updates 20]
 
 The trainer's weights lie on the same GPU, in another process (CUDA IPC), or in shared memory where there is no GPU. The
 pause is the longest time without a new token of any request around an update, seen by the readers of the answers;
-`publish` is the trainer's part, before the engine is asked, and disturbs no request.
+`publish` is the trainer's part, before the engine is asked, and disturbs no request. In FP8, which is for our own
+engine, that is to quantize and to find the KV scales over what was trained on, and `load_weights` has FP8's checks: all
+that a publication of a run has, but for the log-probabilities after fixed prompts.
 
 The bar, on a GPU: no pause is longer than a copy of the weights on the device and one step of decoding, a step as those
 around it are, because answers grow and steps with them. Where it is not held, the line on the update in the middle says
@@ -26,9 +29,12 @@ from time import perf_counter
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from actors.spawn import GARBAGE
+from asyncrl.config import Rollout, Run
+from asyncrl.config import Trainer as TrainerSettings
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
@@ -37,7 +43,10 @@ from asyncrl.engines.settings import NativeEngine, VllmEngine
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.names import hf_tensors
+from asyncrl.precision.publication import Fp8Publication
+from asyncrl.precision.settings import Precision
 from asyncrl.types import Request, Sampling, WeightManifest
+from asyncrl.weights.gather import OneRank
 from asyncrl.weights.transport import make_writer
 from benchmarks.rollout import bandwidth, made_up
 
@@ -56,6 +65,8 @@ COMMON = {
 LARGE = "qwen3-8b"
 """Made on the GPU."""
 TOKENS = 8000
+TRAINED_ON, LENGTH = 64, 128
+"""Samples that a trainer finds KV scales on, and their tokens; it takes the last of them."""
 START_TIMEOUT_S = 120.0
 AROUND_S = 0.2
 """Steps so near to an update tell how long one is there."""
@@ -73,10 +84,10 @@ class Span(NamedTuple):
 class Trainer:
     """In a process of its own, as in a run: a process cannot map what it shares itself."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, precision: Precision) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_publish, args=(path, theirs), daemon=True)
+        self._process = context.Process(target=_publish, args=(path, precision, theirs), daemon=True)
         self._process.start()
         self.bytes = self.publish(0).total_bytes
 
@@ -91,12 +102,20 @@ class Trainer:
         self._process.join(10)
 
 
-def _publish(path: Path, pipe: Connection) -> None:
+def _publish(path: Path, precision: Precision, pipe: Connection) -> None:
     on_gpu = torch.cuda.is_available()
-    model, _ = load_model(path, torch.bfloat16 if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
-    writer = make_writer(lambda: hf_tensors(model), "cuda_ipc" if on_gpu else "shared_memory", prefix="bench")
+    device, dtype = ("cuda", "bf16") if on_gpu else ("cpu", "fp32")
+    run = Run(
+        rollout=Rollout(precision=precision), engine=NativeEngine(device=device), trainer=TrainerSettings(dtype=dtype)
+    )
+    model, config = load_model(path, torch.bfloat16 if on_gpu else torch.float32, device)
+    fp8 = Fp8Publication(run, config)
+    fp8.see(np.random.default_rng(0).integers(0, 512, (TRAINED_ON, LENGTH), np.int32))
+    source = fp8.travelling(OneRank(lambda: hf_tensors(model)))
+    writer = make_writer(source, "cuda_ipc" if on_gpu else "shared_memory", prefix="bench")
     while (version := pipe.recv()) is not None:
-        pipe.send_bytes(msgspec.msgpack.encode(writer.publish(version)))
+        manifest = msgspec.structs.replace(writer.publish(version), fp8=fp8.of(model))
+        pipe.send_bytes(msgspec.msgpack.encode(manifest))
     writer.close()
 
 
@@ -185,7 +204,8 @@ async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespac
     arrivals.stop()
     waits, quiet = arrivals.longest(updates)
     pauses, loads = [wait.seconds for wait in waits], [update.seconds for update in updates]
-    print(f"{arguments.engine}, {arguments.shape}, {arguments.requests} requests, {arguments.on_update}")
+    what = (arguments.engine, arguments.precision, arguments.shape, f"{arguments.requests} requests")
+    print(", ".join((*what, arguments.on_update)))
     print(f"between updates: {rate:,.0f} tokens/s")
     print(f"longest wait for a token without an update: {quiet.seconds * 1e3:.1f} ms")
     for name, values in (("pause", pauses), ("load_weights", loads), ("publish", publishes)):
@@ -228,17 +248,18 @@ def verdict(pauses: list[float], steps: list[float], copy: float) -> str:
 
 def make_engine(path: Path, arguments: argparse.Namespace) -> Engine:
     on_gpu, batch, memory = torch.cuda.is_available(), max(64, arguments.requests), arguments.memory
-    precision = "bf16" if on_gpu else "fp32"
     if arguments.engine == "native":
         native = NativeEngine(max_batch=batch, max_length=8192, memory=memory, device="cuda" if on_gpu else "cpu")
-        return build_native(path, native, NoDrafter(), name="bench", precision=precision)
+        return build_native(path, native, NoDrafter(), name="bench", precision=arguments.precision)
     vllm = VllmEngine(max_batch=batch, max_length=8192, memory=memory, gpu_cache_gib=arguments.cache_gib)
-    return build_vllm(path, vllm, NoDrafter(), name="bench", precision=precision)
+    return build_vllm(path, vllm, NoDrafter(), name="bench", precision=arguments.precision)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("native", "vllm"), default="native")
+    usual = "bf16" if torch.cuda.is_available() else "fp32"
+    parser.add_argument("--precision", choices=(usual, "fp8", "fp8_kv", "fp8_full"), default=usual)
     parser.add_argument("--shape", choices=[*SHAPES, LARGE], default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--updates", type=int, default=20)
@@ -247,8 +268,10 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=float, default=0.0, help="of vLLM's keys and values, instead of --memory")
     parser.add_argument("--at", type=Path, help="where to make the model: at the same place vLLM starts faster again")
     arguments = parser.parse_args()
+    if arguments.engine == "vllm" and arguments.precision != usual:
+        parser.error(f"--precision {arguments.precision} is for --engine native; with vLLM it is {usual}")
     with made_up(LARGE) if arguments.shape == LARGE else made(arguments) as path:
-        asyncio.run(measure(make_engine(path, arguments), Trainer(path), arguments))
+        asyncio.run(measure(make_engine(path, arguments), Trainer(path, arguments.precision), arguments))
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 out_T_H_D. Both starts are int32 and end with the total; a row's last query sees all of its keys."""
 
 
-def packed_attention(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
+def packed_attention(lengths: Sequence[int], device: torch.device | str = "cpu", *, narrow: bool = False) -> Attend:
     """Attention for flat tokens that are samples of these lengths, one behind the other."""
-    ends = np.cumsum(lengths)
-    return row_attention([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)], device)
+    rows = [np.arange(end - length, end) for end, length in zip(np.cumsum(lengths), lengths, strict=True)]
+    return attention_for(rows, torch.device(device), narrow=narrow)
 
 
 def row_attention(rows: Sequence[Indices], device: torch.device | str = "cpu") -> Attend:

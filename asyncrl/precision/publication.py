@@ -1,7 +1,7 @@
 """What the trainer says about FP8 with each version: which tensors are quantized, and the scales of the KV cache."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from asyncrl.config import Run
 from asyncrl.engines.settings import NativeEngine
@@ -12,7 +12,7 @@ from asyncrl.precision.kv_scales import measure
 from asyncrl.precision.layers import KV_CACHE, is_quantized
 from asyncrl.precision.settings import numerics, travels_in_fp8
 from asyncrl.precision.source import Fp8Source
-from asyncrl.types import Fp8Version, Group
+from asyncrl.types import Fp8Version, Ints
 from asyncrl.weights.gather import Source
 
 TOKENS = 4096
@@ -24,6 +24,7 @@ class Fp8Publication:
 
     def __init__(self, run: Run, model: ModelConfig) -> None:
         self._numerics = numerics(run.rollout.precision, run.rollout.fp8)
+        self._narrow = run.trainer.dtype == "bf16"
         self._native = isinstance(run.engine, NativeEngine)  # vLLM quantizes by rules of its own
         self._layers = model.layers
         self.quantizes = self._numerics is not None and self._numerics.weights and travels_in_fp8(run.engine)
@@ -39,16 +40,18 @@ class Fp8Publication:
         found = self._numerics
         return inner if found is None or not self.quantizes else Fp8Source(inner, self._layers, found.fp8)
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def see(self, samples: Iterable[Ints]) -> None:
+        """What was trained on: prompts with their answers."""
         if not self._finds_scales:
             return
-        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-            self._seen.append(trajectory.tokens.tolist())
-            self._tokens += len(self._seen[-1])
+        for tokens in samples:
+            self._seen.append(tokens.tolist())
+            self._tokens += len(tokens)
             while self._tokens > TOKENS and len(self._seen) > 1:
                 self._tokens -= len(self._seen.popleft())
 
     def of(self, model: Decoder) -> Fp8Version | None:
+        """`model` as the trainer computes with it."""
         if self._numerics is None or not self._native:
             return None
         fp8, names = self._numerics.fp8, list[str]()
@@ -61,5 +64,6 @@ class Fp8Publication:
             ]
         if self._numerics.kv:
             names.append(KV_CACHE)
-        scales = measure(model, self._seen, model.norm.device) if self._finds_scales and self._seen else ()
-        return Fp8Version(tuple(names), scales)
+        if not self._finds_scales or not self._seen:
+            return Fp8Version(tuple(names), ())
+        return Fp8Version(tuple(names), measure(model, self._seen, model.norm.device, narrow=self._narrow))

@@ -59,7 +59,7 @@ class Learner:
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._working = WorkingCopy(self.model) if narrow and not adapts and self.ranks.world == 1 else None
         self._recompute = self._recomputes()
-        self._policy = PolicyForward(self._computing(), run, recompute=self._recompute)
+        self._policy = PolicyForward(self.computing, run, recompute=self._recompute)
         self._reference = self._make_reference(model_path)
         self.critic = None
         if isinstance(run.algorithm, Ppo):
@@ -81,7 +81,7 @@ class Learner:
     def _make_reference(self, model_path: Path) -> PolicyForward | None:
         if not self._algorithm.kl.coefficient:
             return None
-        model, _ = self._load(model_path, self._computing().norm.dtype)
+        model, _ = self._load(model_path, self.computing.norm.dtype)
         return PolicyForward(model.requires_grad_(False), self._run)
 
     def _load(self, path: Path, dtype: torch.dtype, *, adapt: bool = False) -> tuple[Decoder, ModelConfig]:
@@ -91,7 +91,8 @@ class Learner:
         self.ranks.shard(model, model, path, torch.bfloat16 if self._settings.dtype == "bf16" else torch.float32)
         return model, config
 
-    def _computing(self) -> Decoder:
+    @property
+    def computing(self) -> Decoder:
         """What forward and backward run on: the masters themselves, or their bf16 copies."""
         return self.model if self._working is None else self._working.model
 
@@ -287,7 +288,7 @@ class Learner:
     def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The same as engines get them; in bf16 these are the very numbers that training computes with."""
         narrow = dtype == torch.bfloat16 and self._working is not None
-        return ((n, tensor.to(dtype)) for n, tensor in (hf_tensors(self._computing()) if narrow else self.tensors()))
+        return ((n, tensor.to(dtype)) for n, tensor in (hf_tensors(self.computing) if narrow else self.tensors()))
 
     def source(self, dtype: torch.dtype, *, adapters_only: bool = False) -> Source:
         """Where publications come from; every rank has its part in them."""

@@ -16,6 +16,7 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.models.head import bf16_logits, chunked_logprobs
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import Indices, flash, row_attention, span_attention
+from asyncrl.precision.kv_scales import measure
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import Batch, training_memory
 from asyncrl.training.packing import block, pack
@@ -152,6 +153,14 @@ def test_the_host_runs_ahead_of_the_card(model_path: Path) -> None:
     batch = batch.to(CUDA)
     assert _waits(lambda: learner.token_logprobs(batch)) <= 3
     assert _waits(lambda: learner.accumulate(groups)) <= 20
+
+
+def test_kv_scales_in_bf16_are_those_of_fp32_and_wait_for_the_card_once(model_path: Path) -> None:
+    wide, narrow = (Learner(model_path, _run(Trainer(dtype=dtype, device="cuda"))) for dtype in ("fp32", "bf16"))
+    samples = [np.random.default_rng(seed).integers(0, 32_000, 20 + 9 * seed).tolist() for seed in range(24)]
+    found = measure(narrow.computing, samples, CUDA, narrow=True)
+    np.testing.assert_allclose(found, measure(wide.computing, samples, CUDA), rtol=0.05)
+    assert _waits(lambda: measure(narrow.computing, samples, CUDA, narrow=True)) <= 8
 
 
 def _waits(work: Callable[[], object]) -> int:

@@ -1,0 +1,49 @@
+"""Scales of an FP8 KV cache: numbers by hand, and what a trainer in bf16 finds against one in fp32."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.models.checkpoint import load_model
+from asyncrl.models.decoder import Decoder
+from asyncrl.precision.kv_scales import measure, scales_of
+from tests.tiny_model import tiny_checkpoint
+
+SAMPLES = [np.random.default_rng(seed).integers(0, 24, 40 + 7 * seed).tolist() for seed in range(12)]
+
+
+def test_scales_are_the_percentile_with_its_margin_over_the_largest_code() -> None:
+    tokens_T = torch.arange(1001.0)  # of 1,001 numbers the 99.9th percentile is the last but one
+    largest_L_X_T = torch.stack([torch.stack([tokens_T, tokens_T.flip(0) * 2, torch.zeros(1001)])])
+    assert scales_of(largest_L_X_T) == (pytest.approx((999 * 1.05 / 448, 1998 * 1.05 / 448, 1.0)),)
+
+
+def test_queries_that_were_not_looked_at_have_a_scale_of_one() -> None:
+    largest_L_2_T = torch.tensor([[[448.0, 448.0], [896.0, 896.0]]])
+    assert scales_of(largest_L_2_T) == (pytest.approx((1.0, 1.05, 2.1)),)
+
+
+def test_samples_do_not_see_each_other(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    model, _ = load_model(tmp_path, torch.float32)
+    alone = [measure(model, [sample, sample]) for sample in SAMPLES[:2]]
+    assert alone[0] != alone[1]
+    together = np.array(measure(model, [SAMPLES[0]] * 2 + [SAMPLES[1]] * 2))
+    assert (together <= np.maximum(*map(np.array, alone)) * (1 + 1e-6)).all()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch, on CPUs without bf16
+def test_a_trainer_in_bf16_finds_what_one_in_fp32_does(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    wide, _ = load_model(tmp_path, torch.float32)
+    found = measure(_in_bf16(wide), SAMPLES, narrow=True)
+    np.testing.assert_allclose(found, measure(wide, SAMPLES), rtol=0.02)
+
+
+def _in_bf16(model: Decoder) -> Decoder:
+    narrow = Decoder(model.config, torch.bfloat16)
+    for copy, owner in zip(narrow.parameters(), model.parameters(), strict=True):
+        copy.data.copy_(owner)
+    return narrow
