@@ -77,22 +77,19 @@ class Fp8Serving:
             raise
 
     def _check_products(self, manifest: WeightManifest, layer: int, who: str) -> None:
-        tensors, device = dict(published(manifest).tensors()), self._model.embedding_V_E.device
+        device = self._model.embedding_V_E.device
+        find = _finder(manifest, device)
         for name, matrix in self._weights.of_layer(layer).items():
             parts = self._weights.parts[f"layers.{layer}.{name}"]
             x_N_I = fixed_input(matrix.values_O_I.shape[1]).to(device)
             found_N_O = self._model.product_gauge(x_N_I, matrix)
             codes = quantize(x_N_I, ACTIVATION_BLOCK, power_of_two=self._numerics.fp8.power_of_two)
             for part, found in zip(parts, found_N_O.split([part.rows for part in parts], 1), strict=True):
-                values, scales = (tensors[each].to(device) for each in (part.name, part.name + SCALES))
+                values, scales = find(part.name), find(part.name + SCALES)
                 check_gap(part.name, found, reference_product(codes, Quantized(values, scales, WEIGHT_BLOCK)), who)
 
     def _published_scales(self, manifest: WeightManifest) -> tuple[LayerScales, ...]:
-        tensors, model = dict(published(manifest).tensors()), self._model
-        device, dtype = model.embedding_V_E.device, model.embedding_V_E.dtype
-
-        def find(name: str) -> Tensor:
-            return tensors[name].to(device)
+        dtype, find = self._model.embedding_V_E.dtype, _finder(manifest, self._model.embedding_V_E.device)
 
         def layers() -> Iterable[tuple[Tensor, Block]]:
             for layer in range(len(self._model.blocks)):
@@ -128,6 +125,12 @@ def agree(serving: Fp8Serving | None, manifest: WeightManifest, receiver: Receiv
             "runs; start both with the same rollout.precision, and use sentinel.on_fp8=restart or stop"
         )
     check_layers(manifest.fp8.quantized, serving.quantized, _who(manifest, receiver))
+
+
+def _finder(manifest: WeightManifest, device: torch.device) -> Callable[[str], Tensor]:
+    """Published tensors by name. A view is made when it is asked for, as Python takes long to make all of them."""
+    flat, specs = published(manifest), {spec.name: spec for spec in manifest.tensors}
+    return lambda name: flat.tensor(specs[name]).to(device)
 
 
 def _who(manifest: WeightManifest, receiver: Receiver) -> str:
