@@ -136,9 +136,9 @@ class TrainerActor:
         with self._at_work(), self._activity.doing(f"forward and backward for step {delivery.step}"):
             self._learner.accumulate(groups)
         self._send_hidden()
-        self._fp8.see(trajectory.tokens for group in groups for trajectory in group.trajectories)
         self._consumed.extend(delivery.groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        self._fp8.see(trajectory.tokens for trajectory in trajectories)
         return Accumulated(
             started=started,
             seconds=time.perf_counter() - begun,
