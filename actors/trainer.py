@@ -164,9 +164,9 @@ class TrainerActor:
     async def export_weights(self, order: SendOrder) -> WeightManifest:
         """Put the current weights where the order's members can get them, with what to probe them by."""
         with self._activity.doing(f"putting version {self._learner.version} out"):
+            in_fp8 = None if self._watch.fell_back else self._fp8.of(self._learner.computing)
             manifest = self._writer.publish(self._learner.version, order)
-        if not self._watch.fell_back:
-            manifest = msgspec.structs.replace(manifest, fp8=self._fp8.of(self._learner.computing))
+            manifest = msgspec.structs.replace(manifest, fp8=None if in_fp8 is None else in_fp8())
         if not probe.wanted(self._run):
             return manifest
         prompts = probe.prompts(self._learner.model_config.vocabulary)

@@ -114,7 +114,8 @@ def _publish(path: Path, precision: Precision, pipe: Connection) -> None:
     source = fp8.travelling(OneRank(lambda: hf_tensors(model)))
     writer = make_writer(source, "cuda_ipc" if on_gpu else "shared_memory", prefix="bench")
     while (version := pipe.recv()) is not None:
-        manifest = msgspec.structs.replace(writer.publish(version), fp8=fp8.of(model))
+        in_fp8 = fp8.of(model)
+        manifest = msgspec.structs.replace(writer.publish(version), fp8=in_fp8())
         pipe.send_bytes(msgspec.msgpack.encode(manifest))
     writer.close()
 

@@ -50,18 +50,25 @@ class Watcher:
         return self._attend(layer, q_T_H_D, k_T_K_D, v_T_K_D)
 
 
-@torch.no_grad()
 def measure(
     forward: Forward, samples: Sequence[Sequence[int]], device: torch.device | str = "cpu", *, narrow: bool = False
 ) -> tuple[LayerScales, ...]:
     """The scales that these samples ask for; `narrow` computes as a trainer in bf16 does, much faster on a GPU."""
+    return scales_of(largest(forward, samples, device, narrow=narrow))
+
+
+@torch.no_grad()
+def largest(
+    forward: Forward, samples: Sequence[Sequence[int]], device: torch.device | str = "cpu", *, narrow: bool = False
+) -> Tensor:
+    """The same without a wait for a GPU: max|x| of each token, by layers and queries, keys and values."""
     device, lengths = torch.device(device), [len(sample) for sample in samples]
     watcher = Watcher(packed_attention(lengths, device, narrow=narrow))
     tokens_T = torch.tensor([token for sample in samples for token in sample], device=device)
     positions_T = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
         forward(tokens_T, positions_T, watcher)
-    return scales_of(torch.stack([watcher.largest[layer] for layer in sorted(watcher.largest)]))
+    return torch.stack([watcher.largest[layer] for layer in sorted(watcher.largest)])
 
 
 def scales_of(largest_L_X_T: Tensor) -> tuple[LayerScales, ...]:

@@ -1,22 +1,23 @@
 """What the trainer says about FP8 with each version: which tensors are quantized, and the scales of the KV cache."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from asyncrl.config import Run
 from asyncrl.engines.settings import NativeEngine
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_parts
-from asyncrl.precision.kv_scales import measure
+from asyncrl.precision.kv_scales import largest, scales_of
 from asyncrl.precision.layers import KV_CACHE, is_quantized
 from asyncrl.precision.settings import numerics, travels_in_fp8
 from asyncrl.precision.source import Fp8Source
 from asyncrl.types import Fp8Version, Ints
 from asyncrl.weights.gather import Source
 
-TOKENS = 4096
-"""Tokens that scales are found on: the 99.9th percentile needs thousands, and more only cost time."""
+TOKENS = 2048
+"""Tokens that scales are found on: the 99.9th percentile needs thousands, and more only cost time. Of SmolLM2, 99 % of
+the scales found on so many are at least 0.86 of those found on 35,000, and so they are on twice as many."""
 
 
 class Fp8Publication:
@@ -50,10 +51,18 @@ class Fp8Publication:
             while self._tokens > TOKENS and len(self._seen) > 1:
                 self._tokens -= len(self._seen.popleft())
 
-    def of(self, model: Decoder) -> Fp8Version | None:
-        """`model` as the trainer computes with it."""
+    def of(self, model: Decoder) -> Callable[[], Fp8Version | None]:
+        """`model` as the trainer computes with it. Ask for the result last: a GPU finds scales while weights go out."""
         if self._numerics is None or not self._native:
-            return None
+            return lambda: None
+        names = self._quantized(model)
+        if not self._finds_scales or not self._seen:
+            return lambda: Fp8Version(names, ())
+        largest_L_X_T = largest(model, self._seen, model.norm.device, narrow=self._narrow)
+        return lambda: Fp8Version(names, scales_of(largest_L_X_T))
+
+    def _quantized(self, model: Decoder) -> tuple[str, ...]:
+        assert self._numerics is not None
         fp8, names = self._numerics.fp8, list[str]()
         if self._numerics.weights:
             names = [
@@ -62,8 +71,4 @@ class Fp8Publication:
                 for part in parts
                 if is_quantized(part.name, self._layers, keep_first=fp8.keep_first, keep_last=fp8.keep_last)
             ]
-        if self._numerics.kv:
-            names.append(KV_CACHE)
-        if not self._finds_scales or not self._seen:
-            return Fp8Version(tuple(names), ())
-        return Fp8Version(tuple(names), measure(model, self._seen, model.norm.device, narrow=self._narrow))
+        return (*names, *([KV_CACHE] if self._numerics.kv else []))

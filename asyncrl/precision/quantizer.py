@@ -13,6 +13,7 @@ This is the definition, in torch operations that run anywhere. Axis suffixes: N 
 I its inputs, B blocks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,21 +41,33 @@ def quantize(
     x_N_C: Tensor, block: tuple[int, int], *, name: str = "the tensor", power_of_two: bool = False
 ) -> Quantized:
     """Refuses what is not finite: one infinity would make the scale of its block infinite and the block zero."""
+    found = quantize_unchecked(x_N_C, block, power_of_two=power_of_two)
+    check_finite([(name, found.scales_B_B)])
+    return found
+
+
+def quantize_unchecked(x_N_C: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> Quantized:
+    """Without waiting for a GPU: the scale of a block that is not finite is NaN, and `check_finite` has to see it."""
     if x_N_C.is_cuda and block == WEIGHT_BLOCK:
         from asyncrl.precision.triton_quantizer import quantize_blocks  # Triton comes with torch for GPUs only
 
-        found = Quantized(*quantize_blocks(x_N_C, power_of_two=power_of_two), block)
-        if bool(found.scales_B_B.isfinite().all()):
-            return found
-    if not bool(x_N_C.isfinite().all()):
-        count = int((~x_N_C.isfinite()).sum())
-        raise DivergenceError(
-            f"{name} has {count} values that are infinite or not a number and cannot be quantized: training has "
-            "diverged; go back to a checkpoint before it and lower trainer.lr"
-        )
+        return Quantized(*quantize_blocks(x_N_C, power_of_two=power_of_two), block)
     x_N_C = x_N_C.float()
-    scales_B_B = _scales(_largest(x_N_C, block), power_of_two)
+    largest_B_B = _largest(x_N_C, block)
+    scales_B_B = torch.where(largest_B_B.isfinite(), _scales(largest_B_B, power_of_two), torch.nan)
     return Quantized(to_e4m3(x_N_C / _spread(scales_B_B, block, x_N_C)), scales_B_B, block)
+
+
+def check_finite(scales: Sequence[tuple[str, Tensor]]) -> None:
+    """The scales of these tensors, with one wait for all of them."""
+    if not scales or bool(torch.cat([scales_B_B.flatten() for _, scales_B_B in scales]).isfinite().all()):
+        return
+    for name, scales_B_B in scales:
+        if count := int((~scales_B_B.isfinite()).sum()):
+            raise DivergenceError(
+                f"{name} has values that are infinite or not a number, in {count} of its {scales_B_B.numel()} blocks, "
+                "and cannot be quantized: training has diverged; go back to a checkpoint before it and lower trainer.lr"
+            )
 
 
 def dequantize(quantized: Quantized) -> Tensor:

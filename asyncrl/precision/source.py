@@ -1,13 +1,15 @@
 """Weights that leave the trainer in FP8: quantized on the fly, one tensor at a time, each with its scales behind it.
 
-It wraps any source of publications, so that shards, transports, digests and deltas need not know.
+It wraps any source of publications, so that shards, transports, digests and deltas need not know. What cannot be
+quantized is found once all of it is gathered, before the last of it is sent: to look at each tensor would stop the
+trainer for each, and beside an engine on the same GPU that is some milliseconds every time.
 """
 
 import torch
 from torch import Tensor
 
 from asyncrl.precision.layers import SCALES, is_quantized
-from asyncrl.precision.quantizer import E4M3, SIDE, WEIGHT_BLOCK, quantize
+from asyncrl.precision.quantizer import E4M3, SIDE, WEIGHT_BLOCK, check_finite, quantize_unchecked
 from asyncrl.precision.settings import Fp8
 from asyncrl.types import TensorSpec
 from asyncrl.weights.gather import Source
@@ -20,6 +22,9 @@ class Fp8Source:
         self._inner, self._layers, self._fp8 = inner, layers, fp8
         self._plain: dict[str, TensorSpec] = {}
         self._scales: dict[str, Tensor | None] = {}
+        self._unchecked: list[tuple[str, Tensor]] = []
+        self._left = 0
+        """Tensors that are still to be gathered."""
 
     def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
         specs, _ = self._inner.layout()
@@ -31,10 +36,12 @@ class Fp8Source:
                 found.append((spec.name + SCALES, torch.empty(blocks, device="meta")))
             else:
                 found.append((spec.name, torch.empty(spec.shape, dtype=torch.bfloat16, device="meta")))
+        self._left, self._scales, self._unchecked = len(found), {}, []
         return layout(found)
 
     def gather(self, spec: TensorSpec) -> Tensor | None:
         """Scales come from the tensor before them."""
+        self._left -= 1
         if spec.name in self._scales:
             return self._scales.pop(spec.name)
         tensor = self._inner.gather(self._plain[spec.name])
@@ -43,11 +50,15 @@ class Fp8Source:
         if tensor is None:
             self._scales[spec.name + SCALES] = None
             return None
-        found = quantize(tensor, WEIGHT_BLOCK, name=spec.name, power_of_two=self._fp8.power_of_two)
+        found = quantize_unchecked(tensor, WEIGHT_BLOCK, power_of_two=self._fp8.power_of_two)
         self._scales[spec.name + SCALES] = found.scales_B_B
+        self._unchecked.append((spec.name, found.scales_B_B))
         return found.values_N_C
 
     def fence(self) -> None:
+        if not self._left:
+            unchecked, self._unchecked = self._unchecked, []
+            check_finite(unchecked)
         self._inner.fence()
 
     def _quantizes(self, name: str) -> bool:

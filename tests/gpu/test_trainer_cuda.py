@@ -1,7 +1,5 @@
 """The trainer on a GPU: its own kernels against the plain path, and the memory that was predicted."""
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from asyncrl.precision.kv_scales import measure
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import Batch, training_memory
 from asyncrl.training.packing import block, pack
+from tests.gpu.waits import waits
 from tests.training import make_groups
 
 pytestmark = [
@@ -151,8 +150,8 @@ def test_the_host_runs_ahead_of_the_card(model_path: Path) -> None:
     learner.accumulate(groups)  # what is made once
     (batch,) = pack((block(group, [1.0] * 4) for group in groups), 100_000)
     batch = batch.to(CUDA)
-    assert _waits(lambda: learner.token_logprobs(batch)) <= 3
-    assert _waits(lambda: learner.accumulate(groups)) <= 20
+    assert waits(lambda: learner.token_logprobs(batch)) <= 3
+    assert waits(lambda: learner.accumulate(groups)) <= 20
 
 
 def test_kv_scales_in_bf16_are_those_of_fp32_and_wait_for_the_card_once(model_path: Path) -> None:
@@ -160,15 +159,4 @@ def test_kv_scales_in_bf16_are_those_of_fp32_and_wait_for_the_card_once(model_pa
     samples = [np.random.default_rng(seed).integers(0, 32_000, 20 + 9 * seed).tolist() for seed in range(24)]
     found = measure(narrow.computing, samples, CUDA, narrow=True)
     np.testing.assert_allclose(found, measure(wide.computing, samples, CUDA), rtol=0.05)
-    assert _waits(lambda: measure(narrow.computing, samples, CUDA, narrow=True)) <= 8
-
-
-def _waits(work: Callable[[], object]) -> int:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            work()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return len(found)
+    assert waits(lambda: measure(narrow.computing, samples, CUDA, narrow=True)) <= 8

@@ -41,7 +41,8 @@ class Publishing:
                 tensor.mul_(factor)
 
     def publish(self, version: int) -> WeightManifest:
-        return msgspec.structs.replace(self.writer.publish(version), fp8=self.fp8.of(self.model))
+        in_fp8 = self.fp8.of(self.model)
+        return msgspec.structs.replace(self.writer.publish(version), fp8=in_fp8())
 
 
 @contextmanager

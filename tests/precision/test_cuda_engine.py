@@ -166,7 +166,7 @@ def test_stale_kv_scales_are_seen_by_the_engine(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     with publishing(tmp_path, "fp8_full", "cuda") as trainer:
         trainer.fp8._seen.extend([list(LONG), list(LONG[::-1])])
-        stale = trainer.fp8.of(trainer.model)
+        stale = trainer.fp8.of(trainer.model)()
         trainer.grow(8.0)
         manifest = msgspec.structs.replace(trainer.publish(1), fp8=stale)
         _refused(tmp_path, manifest, WeightSyncError, "the scale of values in layer 0 is .*: stale scales")
@@ -190,9 +190,12 @@ def test_a_version_that_is_not_meant_for_fp8_is_refused(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_never_leave_the_trainer(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     with publishing(tmp_path, "fp8_full", "cuda") as trainer:
-        trainer.model.blocks()[1].down_proj.weight.data[3, 3] = torch.nan
-        with pytest.raises(DivergenceError, match=r"model\.layers\.1\.mlp\.down_proj\.weight has 1 values"):
+        weight = trainer.model.blocks()[1].down_proj.weight.data
+        weight[3, 3] = torch.nan
+        with pytest.raises(DivergenceError, match=r"model\.layers\.1\.mlp\.down_proj\.weight has values that are inf"):
             trainer.publish(1)
+        weight[3, 3] = 1.0
+        trainer.publish(1)
 
 
 def test_keys_that_are_kept_survive_new_scales(tmp_path: Path) -> None:

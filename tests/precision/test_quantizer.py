@@ -132,12 +132,14 @@ def test_e4m3_numbers_come_back_as_they_are() -> None:
     assert torch.equal(dequantize(quantize(x, ACTIVATION_BLOCK)), x)
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_refused_by_name(bad: float) -> None:
+def test_what_is_not_finite_is_refused_by_name(bad: float, power_of_two: bool) -> None:
     x = torch.ones(130, 130)
     x[129, 129] = bad
-    with pytest.raises(DivergenceError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has 1 values that are infinite"):
-        quantize(x, WEIGHT_BLOCK, name="model.layers.1.mlp.up_proj.weight")
+    said = r"model\.layers\.1\.mlp\.up_proj\.weight has values that are infinite or not a number, in 1 of its 4 blocks"
+    with pytest.raises(DivergenceError, match=said):
+        quantize(x, WEIGHT_BLOCK, name="model.layers.1.mlp.up_proj.weight", power_of_two=power_of_two)
 
 
 def test_a_fixed_scale_cuts_off() -> None:

@@ -120,7 +120,7 @@ def test_stale_kv_scales_never_reach_training(model: Path, tmp_path: Path) -> No
             at.trainer._fp8._seen.extend(answer.tokens.tolist() for answer in await at.answer())
             at.trainer.move(1.0)
             await at.publisher.publish()
-            at.trainer.stuck = at.trainer._fp8.of(at.trainer._learner.model)
+            at.trainer.stuck = at.trainer._fp8.of(at.trainer._learner.model)()
             assert at.trainer.stuck is not None
             assert len(at.trainer.stuck.kv_scales) == at.trainer._learner.model_config.layers
             at.trainer.move(20.0)

@@ -132,11 +132,11 @@ class CudaEngine(RowEngine):
         agree(intake.fp8, manifest, receiver)
         # In a thread, and so on another stream: decoding goes on while the published bytes are checked. In one call,
         # because to come back from a thread takes turns of the loop, and steps with them.
-        digest, scales, update = await asyncio.to_thread(intake.check, manifest, receiver)
+        digest, scales, update, probe = await asyncio.to_thread(intake.check, manifest, receiver)
         self._require_serving(what)
         with self._timeline.work():
-            if intake.fp8 is not None:
-                intake.fp8.probe(manifest, receiver, update.load)
+            if intake.fp8 is not None and probe is not None:
+                intake.fp8.probe(probe, update.load)
             update.load()
             if scales:
                 self._decoding.memory.rescale(scales)

@@ -3,58 +3,77 @@
 All of it without touching what is served, but for one layer: its tensors are loaded first, as the others will be, and
 multiplied with a fixed input by the very kernel that decodes. If that is not what the published numbers give, the layer
 is put back, and the engine goes on as it was. KV scales are measured with the published weights, layer by layer, before
-anything is loaded.
+anything is loaded. Whatever can be is done in a thread, while decoding goes on.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Kv, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Kernels
+from asyncrl.engines.native.cuda.kv_gauge import KvGauge
 from asyncrl.engines.native.cuda.model import Block, CudaModel
-from asyncrl.engines.native.cuda.pages import PAGE
 from asyncrl.engines.native.cuda.weights_fp8 import Fp8Weights
 from asyncrl.engines.native.published import Receiver, not_in_fp8
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
-from asyncrl.precision.audit import check_gap, check_layers, fixed_input
-from asyncrl.precision.kv_scales import LayerScales, check_scales, fixed_samples, scales_of
+from asyncrl.precision.audit import check_gap, check_layers, fixed_input, relative_gap
+from asyncrl.precision.kv_scales import LayerScales, check_scales
 from asyncrl.precision.layers import KV_CACHE, SCALES
 from asyncrl.precision.quantizer import ACTIVATION_BLOCK, WEIGHT_BLOCK, Quantized, quantize, reference_product
 from asyncrl.precision.settings import NO_QK_NORM, Numerics
 from asyncrl.types import WeightManifest
-from asyncrl.weights.transport import published
+from asyncrl.weights.flat import Flat
 
-_TILE = 16
 _OLDEST = (8, 9)
 Load = Callable[[Iterable[str]], None]
 """Published tensors of these names into those held."""
 
 
+class Probe(NamedTuple):
+    """Products that the numbers of a version must give."""
+
+    who: str
+    layer: int
+    products: dict[str, list[tuple[str, Tensor]]]
+    """By parameters of the layer: of each published part, what the fixed input gives with it."""
+
+
 class Fp8Serving:
     def __init__(self, model: CudaModel, weights: Fp8Weights, numerics: Numerics, length: int) -> None:
         self._model, self._weights, self._numerics = model, weights, numerics
-        self._samples = [sample[:length] for sample in fixed_samples(model.embedding_V_E.shape[0])]
+        self._device = model.embedding_V_E.device
+        self._gauge = KvGauge(model, length) if numerics.kv else None
+        widths = {matrix.values_O_I.shape[1] for matrix in weights.matrices.values()}
+        self._inputs = {width: fixed_input(width).to(self._device) for width in widths}
+        self._codes = {
+            width: quantize(x_N_I, ACTIVATION_BLOCK, power_of_two=numerics.fp8.power_of_two)
+            for width, x_N_I in self._inputs.items()
+        }
 
     def own_scales(self) -> tuple[LayerScales, ...]:
-        """For the weights that are held."""
+        """For the weights that are held; () where pages are not in FP8."""
         model = self._model
-        return self._measure(model.embedding_V_E, zip(model.input_norms, model.blocks, strict=True))
+        layers = list(zip(model.input_norms, model.blocks, strict=True))
+        return () if self._gauge is None else self._gauge.scales(lambda: (model.embedding_V_E, layers))
 
     @property
     def quantized(self) -> list[str]:
         return [*self._weights.quantized, *([KV_CACHE] if self._numerics.kv else [])]
 
     @torch.inference_mode()
-    def kv_scales(self, manifest: WeightManifest, receiver: Receiver) -> tuple[LayerScales, ...]:
+    def kv_scales(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> tuple[LayerScales, ...]:
         """Of a version, if they can be right; () where pages are not in FP8."""
         who, meant = _who(manifest, receiver), manifest.fp8
-        if meant is None or not self._numerics.kv:
+        if meant is None or self._gauge is None:
             return ()
-        own = self._published_scales(manifest)
+        place = (flat.memory.data_ptr(), hash(flat.specs)) if flat.memory.device == self._device else None
+        own = self._gauge.scales(partial(self._published, flat), place)
         if not meant.kv_scales:
             return own
         # Queries are not quantized here: there is nothing to compare theirs with.
@@ -62,34 +81,51 @@ class Fp8Serving:
         check_scales(meant.kv_scales, own, who)
         return meant.kv_scales
 
-    def probe(self, manifest: WeightManifest, receiver: Receiver, load: Load) -> None:
-        """Load one layer, another one for each version, and multiply with it."""
-        weights, fp8 = self._weights, self._numerics.fp8
+    @torch.inference_mode()
+    def expected(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> Probe:
+        """Of one layer, another one for each version."""
+        fp8, find = self._numerics.fp8, self._finder(flat)
         layer = fp8.keep_first + manifest.version % max(1, len(self._model.blocks) - fp8.keep_first - fp8.keep_last)
-        names = weights.names(layer)
+        products: dict[str, list[tuple[str, Tensor]]] = {}
+        for name, matrix in self._weights.of_layer(layer).items():
+            codes = self._codes[matrix.values_O_I.shape[1]]
+            products[name] = [
+                (
+                    part.name,
+                    reference_product(codes, Quantized(find(part.name), find(part.name + SCALES), WEIGHT_BLOCK)),
+                )
+                for part in self._weights.parts[f"layers.{layer}.{name}"]
+            ]
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # they are read on another stream
+        return Probe(_who(manifest, receiver), layer, products)
+
+    def probe(self, probe: Probe, load: Load) -> None:
+        """Load the layer and multiply with it. This waits for the running step, and requests wait for it."""
+        weights = self._weights
+        names = weights.names(probe.layer)
         old = {name: weights.held[name].clone() for name in names}
         load(names)
         try:
-            self._check_products(manifest, layer, _who(manifest, receiver))
+            self._check_products(probe)
         except WeightSyncError:
             for name, tensor in old.items():
                 weights.held[name].copy_(tensor)
             raise
 
-    def _check_products(self, manifest: WeightManifest, layer: int, who: str) -> None:
-        device = self._model.embedding_V_E.device
-        find = _finder(manifest, device)
-        for name, matrix in self._weights.of_layer(layer).items():
-            parts = self._weights.parts[f"layers.{layer}.{name}"]
-            x_N_I = fixed_input(matrix.values_O_I.shape[1]).to(device)
-            found_N_O = self._model.product_gauge(x_N_I, matrix)
-            codes = quantize(x_N_I, ACTIVATION_BLOCK, power_of_two=self._numerics.fp8.power_of_two)
-            for part, found in zip(parts, found_N_O.split([part.rows for part in parts], 1), strict=True):
-                values, scales = find(part.name), find(part.name + SCALES)
-                check_gap(part.name, found, reference_product(codes, Quantized(values, scales, WEIGHT_BLOCK)), who)
+    def _check_products(self, probe: Probe) -> None:
+        names, gaps = list[str](), list[Tensor]()
+        for name, matrix in self._weights.of_layer(probe.layer).items():
+            x_N_I, parts = self._inputs[matrix.values_O_I.shape[1]], probe.products[name]
+            found_N_O = self._model.product_gauge(x_N_I, matrix).split([part_N_O.shape[1] for _, part_N_O in parts], 1)
+            names += [part for part, _ in parts]
+            gaps += [relative_gap(found, part_N_O) for found, (_, part_N_O) in zip(found_N_O, parts, strict=True)]
+        if gaps:  # of all parts at once, as each would wait for the GPU
+            for part, gap in zip(names, torch.stack(gaps).tolist(), strict=True):
+                check_gap(part, gap, probe.who)
 
-    def _published_scales(self, manifest: WeightManifest) -> tuple[LayerScales, ...]:
-        dtype, find = self._model.embedding_V_E.dtype, _finder(manifest, self._model.embedding_V_E.device)
+    def _published(self, flat: Flat) -> tuple[Tensor, Iterable[tuple[Tensor, Block]]]:
+        dtype, find = self._model.embedding_V_E.dtype, self._finder(flat)
 
         def layers() -> Iterable[tuple[Tensor, Block]]:
             for layer in range(len(self._model.blocks)):
@@ -98,19 +134,12 @@ class Fp8Serving:
                 assert isinstance(norm_E, Tensor)
                 yield norm_E, Block.of(named)
 
-        return self._measure(find("model.embed_tokens.weight").to(dtype), layers())
+        return find("model.embed_tokens.weight").to(dtype), layers()
 
-    def _measure(self, embedding_V_E: Tensor, layers: Iterable[tuple[Tensor, Block]]) -> tuple[LayerScales, ...]:
-        """Keys and values of fixed prompts; one layer's pages serve all layers."""
-        model, device = self._model, embedding_V_E.device
-        queries, tokens_T = _tiles(self._samples, device)
-        kv = Kv(model.new_pages(len(self._samples), PAGE, 1)[0])
-        x_T_E, found = embedding_V_E[tokens_T], list[Tensor]()
-        for norm_E, block in layers:
-            x_T_E = model.layer(norm_E, block, x_T_E, [queries], [queries], kv)
-            stored_2_X_K_S_D = kv.pages_2_X_K_S_D[:, :, :, : len(self._samples[0])]
-            found.append(stored_2_X_K_S_D.abs().amax((2, 4)).flatten(1))
-        return scales_of(torch.stack(found))
+    def _finder(self, flat: Flat) -> Callable[[str], Tensor]:
+        """Published tensors by name. A view is made when it is asked for, as Python takes long to make all of them."""
+        specs = {spec.name: spec for spec in flat.specs}
+        return lambda name: flat.tensor(specs[name]).to(self._device)
 
 
 def agree(serving: Fp8Serving | None, manifest: WeightManifest, receiver: Receiver) -> None:
@@ -125,12 +154,6 @@ def agree(serving: Fp8Serving | None, manifest: WeightManifest, receiver: Receiv
             "runs; start both with the same rollout.precision, and use sentinel.on_fp8=restart or stop"
         )
     check_layers(manifest.fp8.quantized, serving.quantized, _who(manifest, receiver))
-
-
-def _finder(manifest: WeightManifest, device: torch.device) -> Callable[[str], Tensor]:
-    """Published tensors by name. A view is made when it is asked for, as Python takes long to make all of them."""
-    flat, specs = published(manifest), {spec.name: spec for spec in manifest.tensors}
-    return lambda name: flat.tensor(specs[name]).to(device)
 
 
 def _who(manifest: WeightManifest, receiver: Receiver) -> str:
@@ -160,18 +183,3 @@ def serve(
     in_fp8 = [weights.of_layer(layer) for layer in range(config.layers)]
     serving = CudaModel(model, length, kernels, in_fp8, power_of_two=numerics.fp8.power_of_two)
     return serving, weights.held, Fp8Serving(serving, weights, numerics, length)
-
-
-def _tiles(samples: Sequence[Sequence[int]], device: torch.device) -> tuple[Queries, Tensor]:
-    """All samples as tiles of a row each, which has one page; they are of one length, and no longer than a page."""
-    length = len(samples[0])
-    starts = list(range(0, length, _TILE))
-    row_G, start_G = ([r for r in range(len(samples)) for _ in starts], starts * len(samples))
-    count_G = [min(_TILE, length - start) for start in start_G]
-    tokens = torch.zeros(len(row_G), _TILE, dtype=torch.int64)
-    for group, (row, start, count) in enumerate(zip(row_G, start_G, count_G, strict=True)):
-        tokens[group, :count] = torch.tensor(samples[row][start : start + count])
-    groups_3_G = torch.tensor([row_G, start_G, count_G], dtype=torch.int32, device=device)
-    table_N_P = torch.arange(len(samples), dtype=torch.int32, device=device)[:, None]
-    queries = Queries(_TILE, groups_3_G[0], groups_3_G[1], groups_3_G[2], table_N_P)
-    return queries, tokens.flatten().to(device)

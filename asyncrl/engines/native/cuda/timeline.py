@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class Timeline:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
+        """If `urgent`, before others: blocks of a step begin as soon as there is room, ahead of a digest's."""
         self.device = device
-        # Before others: blocks of a step begin as soon as there is room, ahead of those of a digest that still wait.
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=-int(urgent)) if device.type == "cuda" else None
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         # External, because graphs are to record it whenever they run.
         self._middle = torch.cuda.Event(external=True) if device.type == "cuda" else None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.fp8 import Fp8Serving
+from asyncrl.engines.native.cuda.fp8 import Fp8Serving, Probe
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Move
 from asyncrl.engines.native.cuda.pages import pages_of
 from asyncrl.engines.native.cuda.timeline import Timeline
@@ -54,6 +54,8 @@ class Checked(NamedTuple):
     scales: tuple[LayerScales, ...]
     """Of keys and values in FP8."""
     update: Update
+    probe: Probe | None
+    """In FP8, what the engine multiplies before it loads."""
 
 
 class Intake:
@@ -88,8 +90,11 @@ class Intake:
                 f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
                 f"{manifest.digest}; {receiver.kept} is kept, publish again"
             )
-        scales = self.fp8.kv_scales(manifest, receiver) if self.fp8 is not None else ()
-        return Checked(digest, scales, self._update(published(manifest)))
+        flat = published(manifest)
+        if self.fp8 is None:
+            return Checked(digest, (), self._update(flat), None)
+        scales = self.fp8.kv_scales(manifest, flat, receiver)
+        return Checked(digest, scales, self._update(flat), self.fp8.expected(manifest, flat, receiver))
 
     def _update(self, flat: Flat) -> Update:
         if flat.memory.device.type != self._timeline.device.type:
