@@ -73,8 +73,9 @@ def span_attention(rows: Sequence[Indices], device: torch.device | str, kernel: 
             parts.append(row)
             spans.append((new, len(row)))
     most_queries, most_keys = (int(most) for most in np.max(spans, axis=0))
-    starts_2_N = torch.from_numpy(np.cumsum(spans, axis=0, dtype=np.int32).T.copy()).to(device)
-    source_P = torch.from_numpy(np.concatenate(parts)).to(device)
+    # The driver copies so little at once; else the host would wait for the card, which another process may have.
+    starts_2_N = torch.from_numpy(np.cumsum(spans, axis=0, dtype=np.int32).T.copy()).to(device, non_blocking=True)
+    source_P = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
 
     def attend(_layer: int, q_T_H_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> Tensor:
         k_P_K_D, v_P_K_D = (

@@ -64,8 +64,8 @@ def largest(
     """The same without a wait for a GPU: max|x| of each token, by layers and queries, keys and values."""
     device, lengths = torch.device(device), [len(sample) for sample in samples]
     watcher = Watcher(packed_attention(lengths, device, narrow=narrow))
-    tokens_T = torch.tensor([token for sample in samples for token in sample], device=device)
-    positions_T = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+    tokens_2_T = np.concatenate([np.stack([sample, np.arange(len(sample))], dtype=np.int64) for sample in samples], 1)
+    tokens_T, positions_T = torch.from_numpy(tokens_2_T).to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
         forward(tokens_T, positions_T, watcher)
     return torch.stack([watcher.largest[layer] for layer in sorted(watcher.largest)])
