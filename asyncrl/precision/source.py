@@ -21,22 +21,29 @@ class Fp8Source:
         """`inner` has the weights as the trainer computes with them; what is not quantized travels in bf16."""
         self._inner, self._layers, self._fp8 = inner, layers, fp8
         self._plain: dict[str, TensorSpec] = {}
+        self._laid_out: tuple[tuple[TensorSpec, ...], int] = (), 0
+        """For the weights in `_plain`."""
         self._scales: dict[str, Tensor | None] = {}
         self._unchecked: list[tuple[str, Tensor]] = []
         self._left = 0
         """Tensors that are still to be gathered."""
 
     def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
-        specs, _ = self._inner.layout()
-        self._plain, found = {spec.name: spec for spec in specs}, list[tuple[str, Tensor]]()
-        for spec in specs:
+        plain = {spec.name: spec for spec in self._inner.layout()[0]}
+        if plain != self._plain:  # once, as Python takes long for it
+            self._plain, self._laid_out = plain, self._lay_out(plain)
+        self._left, self._scales, self._unchecked = len(self._laid_out[0]), {}, []
+        return self._laid_out
+
+    def _lay_out(self, plain: dict[str, TensorSpec]) -> tuple[tuple[TensorSpec, ...], int]:
+        found: list[tuple[str, Tensor]] = []
+        for spec in plain.values():
             if self._quantizes(spec.name):
                 blocks = [-(-size // SIDE) for size in spec.shape]
                 found.append((spec.name, torch.empty(spec.shape, dtype=E4M3, device="meta")))
                 found.append((spec.name + SCALES, torch.empty(blocks, device="meta")))
             else:
                 found.append((spec.name, torch.empty(spec.shape, dtype=torch.bfloat16, device="meta")))
-        self._left, self._scales, self._unchecked = len(found), {}, []
         return layout(found)
 
     def gather(self, spec: TensorSpec) -> Tensor | None:
