@@ -103,7 +103,7 @@ def test_a_trainer_waits_once_for_all_that_it_quantizes(scene: Scene) -> None:
 def test_requests_wait_once_for_the_probe(scene: Scene) -> None:
     flat = scene.put(0)
     manifest = WeightManifest(version=1, tensors=flat.specs, total_bytes=0, digest="", location="")
-    probe = scene.serving.expected(manifest, flat, WHO)
+    expected = scene.serving.expected(manifest, flat, WHO)
     held, specs = scene.serving._weights.held, {spec.name: spec for spec in flat.specs}
 
     def load(names: Iterable[str]) -> None:
@@ -111,8 +111,8 @@ def test_requests_wait_once_for_the_probe(scene: Scene) -> None:
             held[name].copy_(flat.tensor(specs[name]))
 
     with torch.inference_mode():
-        scene.serving.probe(probe, load)
-        assert waits(lambda: scene.serving.probe(probe, load)) <= 1
+        scene.serving.probe(expected, load)
+        assert waits(lambda: scene.serving.probe(expected, load)) <= 1
         flat.tensor(specs["model.layers.1.mlp.down_proj.weight"]).zero_()
         with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj\.weight in FP8 is off by 100 %"):
-            scene.serving.probe(probe, load)
+            scene.serving.probe(expected, load)

@@ -135,8 +135,8 @@ class CudaEngine(RowEngine):
         digest, scales, update, probe = await asyncio.to_thread(intake.check, manifest, receiver)
         self._require_serving(what)
         with self._timeline.work():
-            if intake.fp8 is not None and probe is not None:
-                intake.fp8.probe(probe, update.load)
+            if probe is not None:
+                probe(update.load)
             update.load()
             if scales:
                 self._decoding.memory.rescale(scales)

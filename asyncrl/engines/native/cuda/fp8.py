@@ -35,7 +35,7 @@ Load = Callable[[Iterable[str]], None]
 """Published tensors of these names into those held."""
 
 
-class Probe(NamedTuple):
+class Expected(NamedTuple):
     """Products that the numbers of a version must give."""
 
     who: str
@@ -82,7 +82,7 @@ class Fp8Serving:
         return meant.kv_scales
 
     @torch.inference_mode()
-    def expected(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> Probe:
+    def expected(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> Expected:
         """Of one layer, another one for each version."""
         fp8, find = self._numerics.fp8, self._finder(flat)
         layer = fp8.keep_first + manifest.version % max(1, len(self._model.blocks) - fp8.keep_first - fp8.keep_last)
@@ -98,31 +98,31 @@ class Fp8Serving:
             ]
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # they are read on another stream
-        return Probe(_who(manifest, receiver), layer, products)
+        return Expected(_who(manifest, receiver), layer, products)
 
-    def probe(self, probe: Probe, load: Load) -> None:
+    def probe(self, expected: Expected, load: Load) -> None:
         """Load the layer and multiply with it. This waits for the running step, and requests wait for it."""
         weights = self._weights
-        names = weights.names(probe.layer)
+        names = weights.names(expected.layer)
         old = {name: weights.held[name].clone() for name in names}
         load(names)
         try:
-            self._check_products(probe)
+            self._check_products(expected)
         except WeightSyncError:
             for name, tensor in old.items():
                 weights.held[name].copy_(tensor)
             raise
 
-    def _check_products(self, probe: Probe) -> None:
+    def _check_products(self, expected: Expected) -> None:
         names, gaps = list[str](), list[Tensor]()
-        for name, matrix in self._weights.of_layer(probe.layer).items():
-            x_N_I, parts = self._inputs[matrix.values_O_I.shape[1]], probe.products[name]
+        for name, matrix in self._weights.of_layer(expected.layer).items():
+            x_N_I, parts = self._inputs[matrix.values_O_I.shape[1]], expected.products[name]
             found_N_O = self._model.product_gauge(x_N_I, matrix).split([part_N_O.shape[1] for _, part_N_O in parts], 1)
             names += [part for part, _ in parts]
             gaps += [relative_gap(found, part_N_O) for found, (_, part_N_O) in zip(found_N_O, parts, strict=True)]
         if gaps:  # of all parts at once, as each would wait for the GPU
             for part, gap in zip(names, torch.stack(gaps).tolist(), strict=True):
-                check_gap(part, gap, probe.who)
+                check_gap(part, gap, expected.who)
 
     def _published(self, flat: Flat) -> tuple[Tensor, Iterable[tuple[Tensor, Block]]]:
         dtype, find = self._model.embedding_V_E.dtype, self._finder(flat)

@@ -22,8 +22,7 @@ _TILE = 16
 _GRAPH_BYTES = 1 << 30
 """For the matrices of one layer, put together, and what is computed with them."""
 Weights = Callable[[], tuple[Tensor, Iterable[tuple[Tensor, Block]]]]
-"""Embeddings, and each layer with its first norm: views of tensors that are where they are, and what is made of them.
-"""
+"""Embeddings, and each layer with its first norm."""
 
 
 class KvGauge:

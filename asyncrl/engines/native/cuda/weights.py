@@ -6,12 +6,13 @@ The published bytes are checked before anything is touched, so there is no copy 
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.fp8 import Fp8Serving, Probe
+from asyncrl.engines.native.cuda.fp8 import Fp8Serving, Load
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Move
 from asyncrl.engines.native.cuda.pages import pages_of
 from asyncrl.engines.native.cuda.timeline import Timeline
@@ -54,8 +55,8 @@ class Checked(NamedTuple):
     scales: tuple[LayerScales, ...]
     """Of keys and values in FP8."""
     update: Update
-    probe: Probe | None
-    """In FP8, what the engine multiplies before it loads."""
+    probe: Callable[[Load], None] | None
+    """In FP8, what is to be tried before the update is loaded."""
 
 
 class Intake:
@@ -94,7 +95,8 @@ class Intake:
         if self.fp8 is None:
             return Checked(digest, (), self._update(flat), None)
         scales = self.fp8.kv_scales(manifest, flat, receiver)
-        return Checked(digest, scales, self._update(flat), self.fp8.expected(manifest, flat, receiver))
+        probe = partial(self.fp8.probe, self.fp8.expected(manifest, flat, receiver))
+        return Checked(digest, scales, self._update(flat), probe)
 
     def _update(self, flat: Flat) -> Update:
         if flat.memory.device.type != self._timeline.device.type:
