@@ -33,6 +33,7 @@ class Fp8Publication:
         self._finds_scales = (
             self._native and self._numerics is not None and self._numerics.kv and run.rollout.kv_scales == "trainer"
         )
+        self._names: tuple[str, ...] = ()
         self._seen: deque[list[int]] = deque()
         self._tokens = 0
 
@@ -55,7 +56,7 @@ class Fp8Publication:
         """`model` as the trainer computes with it. Ask for the result last: a GPU finds scales while weights go out."""
         if self._numerics is None or not self._native:
             return lambda: None
-        names = self._quantized(model)
+        names = self._names = self._names or self._quantized(model)
         if not self._finds_scales or not self._seen:
             return lambda: Fp8Version(names, ())
         largest_L_X_T = largest(model, self._seen, model.norm.device, narrow=self._narrow)

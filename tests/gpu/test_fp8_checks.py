@@ -87,6 +87,8 @@ def test_scales_of_weights_that_have_grown_are_refused_by_a_replayed_pass(scene:
     fitting = tuple((1.0, keys, values) for keys, values in scene.scales(scene.put(0)))
     for _ in range(2):
         scene.scales(scene.put(0), fitting)
+    assert scene.serving._check is not None
+    assert scene.serving._check._graphs.count == 1
     grow(scene.trained, 8.0)
     with pytest.raises(WeightSyncError, match=r"the scale of values in layer 0 is .*: stale scales"):
         scene.scales(scene.put(0), fitting)

@@ -23,7 +23,7 @@ from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.audit import check_gap, check_layers, fixed_input, relative_gap
-from asyncrl.precision.kv_scales import LayerScales, check_scales
+from asyncrl.precision.kv_scales import CHECK_LENGTH, LayerScales, check_scales
 from asyncrl.precision.layers import KV_CACHE, SCALES
 from asyncrl.precision.quantizer import ACTIVATION_BLOCK, WEIGHT_BLOCK, Quantized, quantize, reference_product
 from asyncrl.precision.settings import NO_QK_NORM, Numerics
@@ -49,6 +49,8 @@ class Fp8Serving:
         self._model, self._weights, self._numerics = model, weights, numerics
         self._device = model.embedding_V_E.device
         self._gauge = KvGauge(model, length) if numerics.kv else None
+        self._check = KvGauge(model, min(length, CHECK_LENGTH)) if numerics.kv else None
+        """For scales that come along: these it need not find, only believe."""
         widths = {matrix.values_O_I.shape[1] for matrix in weights.matrices.values()}
         self._inputs = {width: fixed_input(width).to(self._device) for width in widths}
         self._codes = {
@@ -70,10 +72,11 @@ class Fp8Serving:
     def kv_scales(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> tuple[LayerScales, ...]:
         """Of a version, if they can be right; () where pages are not in FP8."""
         who, meant = _who(manifest, receiver), manifest.fp8
-        if meant is None or self._gauge is None:
+        gauge = self._check if meant is not None and meant.kv_scales else self._gauge
+        if meant is None or gauge is None:
             return ()
         place = (flat.memory.data_ptr(), hash(flat.specs)) if flat.memory.device == self._device else None
-        own = self._gauge.scales(partial(self._published, flat), place)
+        own = gauge.scales(partial(self._published, flat), place)
         if not meant.kv_scales:
             return own
         # Queries are not quantized here: there is nothing to compare theirs with.
