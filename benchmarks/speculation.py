@@ -4,7 +4,7 @@
     python -m benchmarks.speculation --shape tiny --engine native          (a made-up model, to see it run)
 
 `asyncrl.models.expand` makes BIG and BIGHEAD from a small trained pair: the cost is a big model's, acceptance is real.
-Answers to the chains task at temperature 1 are asked for one after the other by as many readers as the batch is large.
+Answers to the chains task are asked for one after the other by as many readers as the batch is large, at temperature 1.
 The engine starts twice: without a drafter, and with one whose depth is set anew for each measurement, so that a fixed
 depth and the bandit differ in nothing else. `depth 0` is plain decoding in the engine with the drafter.
 
@@ -29,6 +29,7 @@ import torch
 
 from asyncrl.config import WarmStart
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.devices import has_gpu
 from asyncrl.drafting.checkpoint import fresh_head, save_head
 from asyncrl.drafting.settings import Adaptive, DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
 from asyncrl.engines.base import Engine
@@ -70,8 +71,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 class Readers:
     """So many answers are always on their way."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, task: ChainsTask, batch: int) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, task: ChainsTask, batch: int, temperature: float) -> None:
         self._engine, self._tokenizer = engine, tokenizer
+        self._sampling = Sampling(temperature=temperature, max_tokens=MAX_TOKENS, stop=tokenizer.eos_ids)
         self._chains, self._numbers = Chains(task, seed=batch), count()
         self._tasks = [asyncio.create_task(self._read()) for _ in range(batch)]
 
@@ -87,11 +89,10 @@ class Readers:
 
     async def _read(self) -> None:
         random = Random(0)
-        sampling = Sampling(max_tokens=MAX_TOKENS, stop=self._tokenizer.eos_ids)
         while True:
             number = next(self._numbers)
             tokens = tuple(self._tokenizer.encode(self._chains.prompt("train", number).text))
-            request = Request(id=str(number), tokens=tokens, sampling=sampling, seed=random.getrandbits(32))
+            request = Request(id=str(number), tokens=tokens, sampling=self._sampling, seed=random.getrandbits(32))
             async for _ in self._engine.submit(request):
                 pass
 
@@ -135,7 +136,7 @@ async def session(engine: Any, tokenizer: Tokenizer, arguments: argparse.Namespa
     task = ChainsTask(median_size=arguments.size, max_size=max(16, arguments.size), size_spread=0.3)
     await engine.start()
     for batch in arguments.batches:
-        readers = Readers(engine, tokenizer, task, batch)
+        readers = Readers(engine, tokenizer, task, batch, arguments.temperature)
         await readers.all_served()
         await asyncio.sleep(SWITCH_S if found else WARM_UP_S)
         if not depths:
@@ -231,11 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16" if torch.cuda.is_available() else "fp32"
     )
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)
     if parsed.shape is None and (parsed.model is None or parsed.head is None):
         parser.error("--model and --head are needed, or --shape tiny")
+    if parsed.engine == "vllm" and parsed.temperature > 0 and not has_gpu():
+        parser.error("on a CPU vLLM 0.29 samples drafted tokens wrongly; use --temperature 0, or --engine native")
     with tempfile.TemporaryDirectory() as folder:
         if parsed.shape is not None:
             parsed.model, parsed.head = make_up(parsed.shape, Path(folder))

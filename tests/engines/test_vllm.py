@@ -164,7 +164,7 @@ def test_the_bandit_tries_every_depth_and_changes_no_answer(tmp_path: Path, draf
             assert {arm.depth for arm in stats.speculation if arm.batch == 3} == {0, 1, 3}
             assert all(arm.verify == arm.depth and arm.tokens_per_second > 0 for arm in stats.speculation)
             assert 0 < sum(arm.steps for arm in stats.speculation) < stats.steps
-            running = asyncio.create_task(collect(engine, ask("order", LONG[:20], max_tokens=400)))
+            running = asyncio.create_task(collect(engine, ask("order", LONG[:20], temperature=0.0, max_tokens=400)))
             await engine.force_depth(0)  # type: ignore[attr-defined]
             await running
             before = engine.stats().drafted_tokens

@@ -1,7 +1,8 @@
 """vLLM's AsyncLLM as one of our engines: token ids in, deltas with log-probabilities and versions out.
 
-Only public interfaces are used: requests (requests.py), pause and resume, the weight update phases with a transfer
-backend of our own (worker.py), prefix cache salts, stat loggers. vLLM runs its model in a process of its own.
+vLLM runs its model in a process of its own. Nothing of it is patched: requests go to that process and steps come back
+(requests.py), it is paused and resumed, weights go through its update phases with a transfer backend of our own
+(worker.py), a scheduler of ours packs what comes back (scheduler.py), and prefix cache salts keep versions apart.
 """
 
 import asyncio
@@ -25,7 +26,6 @@ from asyncrl.drafting.exchange import Report, Speculation
 from asyncrl.drafting.settings import DrafterSettings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.settings import VllmEngine as Settings
-from asyncrl.engines.vllm.counters import Counters
 from asyncrl.engines.vllm.environment import SPECULATION
 from asyncrl.engines.vllm.options import engine_args, is_adaptive, within
 from asyncrl.engines.vllm.requests import VllmRequests
@@ -59,7 +59,6 @@ class VllmEngine(VllmRequests):
             folder = tempfile.mkdtemp(prefix="asyncrl-speculation-")
             self._speculation = Speculation(drafter=drafter, folder=folder)
             self._speculation.write("report", Report(learned=learned))
-        self._counters = Counters(self._read_all)
         self._processes: list[BaseProcess] = []
         self._updating = asyncio.Lock()
         self._paused = False
@@ -73,17 +72,20 @@ class VllmEngine(VllmRequests):
         others = active_children()
         # It blocks this loop on purpose: nothing can be served before, and vLLM has its own limit for the start.
         try:
-            self._llm = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._counters.logger])
+            self._llm = AsyncLLM.from_engine_args(self._args)
         except Exception as error:
             raise EngineError(
                 f"engine {self.name} did not start: {error}; vLLM printed the cause above, and VLLM_LOGGING_LEVEL=INFO "
                 f"makes it print more"
             ) from error
         self._processes = [process for process in active_children() if process not in others]
+        handler, self._llm.output_handler = self._llm.output_handler, None
+        if handler is not None:
+            handler.cancel()  # there is one reader, and that is ours
         await self._llm.collective_rpc("prepare_updates")
         enable_envs_cache()  # else vLLM looks one up for each token
         gc.freeze()  # vLLM's modules stay; a full collection over them would stop every stream for 0.3 to 0.5 s
-        self._watch = asyncio.create_task(self._read_always())
+        self._reader = asyncio.create_task(self._read())
         self._refusal = ""
 
     async def pause(self) -> None:
@@ -202,7 +204,7 @@ class VllmEngine(VllmRequests):
         for job in list(self._jobs.values()):
             self._finish(job, "abort")
         self._llm = None
-        self._watch.cancel()
+        self._reader.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=10)
         await asyncio.to_thread(llm.shutdown)

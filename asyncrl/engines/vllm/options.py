@@ -22,6 +22,7 @@ from asyncrl.types import Request
 BACKEND = "asyncrl"
 """Name under which worker.py registers our weight transfer."""
 WORKERS = "asyncrl.engines.vllm.gpu_worker."
+SCHEDULERS = "asyncrl.engines.vllm.scheduler."
 DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 ATTENTION = {"ASYNCRL": "CUSTOM"}
 """vLLM's name for attention that is not its own; worker.py registers ours. Other names are vLLM's, but for `auto`."""
@@ -63,11 +64,11 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),
-        scheduler_cls="asyncrl.engines.vllm.scheduler.adaptive_scheduler" if is_adaptive(drafter) else None,
+        scheduler_cls=f"{SCHEDULERS}{'adaptive_scheduler' if is_adaptive(drafter) else 'joining_scheduler'}",
         worker_cls=f"{WORKERS}{'DraftingWorker' if is_adaptive(drafter) else 'GpuWorker'}" if has_gpu() else "auto",
         worker_extension_cls="asyncrl.engines.vllm.worker.WeightReader",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        disable_log_stats=False,  # our own logger counts steps and accepted drafts
+        disable_log_stats=False,  # prompts, preemptions and accepted drafts are counted (counters.py)
     )
 
 
@@ -117,7 +118,6 @@ def sampling_params(request: Request, settings: VllmEngine) -> SamplingParams:
         stop_token_ids=list(sampling.stop),
         ignore_eos=True,
         logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,  # numbers instead of an object for each token
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )

@@ -1,45 +1,41 @@
-"""Requests on their way through vLLM's AsyncLLM, and back: token ids in, tokens with their log-probabilities out.
+"""Requests on their way through vLLM's engine process, and back: token ids in, tokens with log-probabilities out.
 
-Tokens of all requests are read together, when vLLM reports a step to its stat loggers. Its `generate` has a task for
-each request instead; to wake them all at every step takes a seventh of this process's time, which bounds how fast large
-batches of small models are decoded.
+Tokens of all requests are read together, a step at a time. AsyncLLM's own way from there to a caller makes a handful of
+objects for each token and wakes a task for each request; for 256 of them that takes longer than a GPU takes for a step.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from math import isfinite
-from typing import cast
 
+import numpy as np
 from vllm.inputs import TokensPrompt
-from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from asyncrl.engines.requests import Pending, RequestSide
 from asyncrl.engines.settings import VllmEngine as Settings
+from asyncrl.engines.vllm.counters import Counters
 from asyncrl.engines.vllm.options import sampling_params
 from asyncrl.errors import EngineError
 from asyncrl.types import Finish, Request, Segment
 
-WATCH_S = 0.2
-"""Between two looks whether vLLM still lives."""
-FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 class _Job(Pending):
     """A request, and what vLLM sampled for it since the last delta."""
 
-    __slots__ = ("answer", "logprobs", "sampled", "tokens")
+    __slots__ = ("logprobs", "name", "sampled", "tokens")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, name: str) -> None:
         super().__init__(request)
+        self.name = name
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.sampled = 0
-        self.answer: RequestOutputCollector | None = None  # while vLLM works on it
 
 
 class VllmRequests(RequestSide[_Job]):
@@ -48,6 +44,9 @@ class VllmRequests(RequestSide[_Job]):
         self._settings = settings
         self._llm: AsyncLLM | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[str, _Job] = {}
+        """What vLLM works on, by the name it has there."""
+        self._counters = Counters()
         self._submitted = self._generated = 0
 
     def _serving(self) -> AsyncLLM:
@@ -63,9 +62,9 @@ class VllmRequests(RequestSide[_Job]):
             )
 
     def _begin(self, request: Request) -> _Job:
-        job = _Job(request)
         self._submitted += 1
-        self._do(self._enter(job, f"{request.id}#{self._submitted}"))
+        job = _Job(request, f"{request.id}#{self._submitted}")
+        self._do(self._enter(job))
         return job
 
     def _do(self, work: Coroutine[None, None, None]) -> None:
@@ -73,40 +72,57 @@ class VllmRequests(RequestSide[_Job]):
         self._tasks.add(task)  # the loop alone would forget it
         task.add_done_callback(self._tasks.discard)
 
-    async def _enter(self, job: _Job, name: str) -> None:
+    async def _enter(self, job: _Job) -> None:
+        request = job.request
         # The salt keeps keys and values of other versions away from a new request.
-        prompt = TokensPrompt(prompt_token_ids=list(job.request.tokens), cache_salt=f"v{self._version}")
-        params = sampling_params(job.request, self._settings)
+        prompt = TokensPrompt(prompt_token_ids=list(request.tokens), cache_salt=f"v{self._version}")
         try:
             llm = self._serving()
-            answer = await llm.add_request(name, prompt, params, priority=-job.request.ahead)
+            tasks = await llm.get_supported_tasks()
+            if self._jobs.get(request.id) is not job:
+                return  # nobody wants it any more
+            params = sampling_params(request, self._settings)
+            entering = llm.input_processor.process_inputs(job.name, prompt, params, tasks, priority=-request.ahead)
+            self._running[job.name] = job
+            await llm.engine_core.add_request_async(entering)
         except Exception as error:  # whatever vLLM refused it for
             self._lose(job, error)
-            return
-        if self._jobs.get(job.request.id) is job:
-            job.answer = answer
-            self._read(job)  # in case that it was quick
-        else:  # nobody wants it any more
-            await _abort(llm, answer)
 
-    async def _read_always(self) -> None:
-        """Tokens are read behind each step; but when vLLM dies there is none."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            self._read_all()
-
-    def _read_all(self) -> None:
-        # Many more may wait for their first token than are decoded, so this looks before it calls anything.
-        for job in [job for job in self._jobs.values() if job.answer is not None and job.answer.output is not None]:
-            self._read(job)
-
-    def _read(self, job: _Job) -> None:
-        """Move what vLLM has sampled into the job."""
+    async def _read(self) -> None:
+        """Step by step, until vLLM is dead."""
         try:
-            if job.answer is not None and (output := cast(RequestOutput | None, job.answer.get_nowait())):
-                self._take(job, output.outputs[0])
-        except Exception as error:  # vLLM's own, handed over in place of tokens, or of what it reports
-            self._lose(job, error)
+            core = self._serving().engine_core
+            while True:
+                self._take_step(await core.get_output_async())
+        except Exception as error:  # whatever it is, nobody reads any more
+            self._fail(f"is dead: {error}", error)
+
+    def _take_step(self, step: EngineCoreOutputs) -> None:
+        self._counters.count(step)
+        tokens, logprobs = _sampled(step.outputs)
+        end = 0
+        for output in step.outputs:
+            begin, end = end, end + len(output.new_token_ids)
+            job = self._running.get(output.request_id)
+            if job is None:
+                continue  # it was cancelled
+            try:
+                if tokens[begin:end] != output.new_token_ids:
+                    raise EngineError(f"vLLM reports log-probabilities of {tokens[begin:end]}, not of its tokens")
+                self._take(job, output, logprobs[begin:end])
+            except EngineError as error:
+                self._lose(job, error)
+
+    def _take(self, job: _Job, new: EngineCoreOutput, logprobs: list[float]) -> None:
+        if not all(map(isfinite, logprobs)):
+            raise EngineError(f"vLLM reports log-probabilities that are not finite under version {self._version}")
+        job.tokens += new.new_token_ids
+        job.logprobs += logprobs
+        job.sampled += len(logprobs)
+        self._generated += len(logprobs)
+        if new.finish_reason is not None:
+            del self._running[job.name]
+            self._finish(job, FINISH.get(str(new.finish_reason), "abort"))
 
     def _lose(self, job: _Job, error: Exception) -> None:
         """Whoever waits for a request that vLLM refused or lost must hear of it."""
@@ -119,31 +135,25 @@ class VllmRequests(RequestSide[_Job]):
             failure.__cause__ = error
             job.deltas.put_nowait(failure)
 
-    def _take(self, job: _Job, new: CompletionOutput) -> None:
-        found = cast(FlatLogprobs, new.logprobs).logprobs if new.token_ids else []
-        if len(found) != len(new.token_ids):
-            raise EngineError(f"vLLM reports {len(found)} log-probabilities for {len(new.token_ids)} tokens")
-        if not all(map(isfinite, found)):
-            raise EngineError(f"vLLM reports log-probabilities that are not finite under version {self._version}")
-        job.tokens += new.token_ids
-        job.logprobs += found
-        job.sampled += len(new.token_ids)
-        self._generated += len(new.token_ids)
-        if new.finish_reason is not None:
-            job.answer = None
-            self._finish(job, FINISH.get(new.finish_reason, "abort"))
-
     def _take_segment(self, job: _Job) -> Segment:
         segment = Segment.sampled(job.tokens, job.logprobs, self._version)
         job.tokens, job.logprobs = [], []
         return segment
 
     def _leave(self, job: _Job) -> None:
-        answer, job.answer = job.answer, None
-        if answer is not None:
-            self._do(_abort(self._serving(), answer))
+        if self._running.pop(job.name, None) is not None:
+            self._do(self._abort(job.name))
+
+    async def _abort(self, name: str) -> None:
+        with suppress(EngineDeadError, EngineError):  # then it works on nothing any more
+            await self._serving().engine_core.abort_requests_async([name])
 
 
-async def _abort(llm: AsyncLLM, answer: RequestOutputCollector) -> None:
-    with suppress(EngineDeadError):
-        await llm.abort(answer.request_id, internal=True)
+def _sampled(outputs: Sequence[EngineCoreOutput]) -> tuple[list[int], list[float]]:
+    """Tokens of a step and their log-probabilities, however these are spread over its outputs (scheduler.py)."""
+    found = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    if not found:
+        return [], []
+    tokens_T_1 = np.concatenate([each.logprob_token_ids for each in found])
+    logprobs_T_1 = np.concatenate([each.logprobs for each in found])
+    return tokens_T_1[:, 0].tolist(), logprobs_T_1[:, 0].tolist()
