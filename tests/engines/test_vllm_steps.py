@@ -18,6 +18,7 @@ from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm.requests import VllmRequests, _Job, _sampled
 from asyncrl.engines.vllm.scheduler import join
 from asyncrl.errors import EngineError
+from benchmarks import vllm_host
 from tests.engines.driving import ask
 
 
@@ -102,3 +103,12 @@ def test_a_request_is_lost_before_it_has_wrong_log_probabilities(logprobs: Logpr
         assert job.tokens == []
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_benchmark_tells_what_a_step_takes_of_each_process(capfd: pytest.CaptureFixture[str]) -> None:
+    vllm_host.main(["--requests", "4", "--tokens", "8"])
+    assert re.search(
+        r"4 requests: .* tokens/s; .*engine process [\d.+ ]+ by threads, this one [\d.]+", capfd.readouterr().out
+    )
