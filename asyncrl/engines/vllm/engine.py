@@ -82,10 +82,10 @@ class VllmEngine(VllmRequests):
         handler, self._llm.output_handler = self._llm.output_handler, None
         if handler is not None:
             handler.cancel()  # there is one reader, and that is ours
+        self._reader = asyncio.create_task(self._read())
         await self._llm.collective_rpc("prepare_updates")
         enable_envs_cache()  # else vLLM looks one up for each token
         gc.freeze()  # vLLM's modules stay; a full collection over them would stop every stream for 0.3 to 0.5 s
-        self._reader = asyncio.create_task(self._read())
         self._refusal = ""
 
     async def pause(self) -> None:

@@ -74,13 +74,13 @@ class VllmRequests(RequestSide[_Job]):
 
     async def _enter(self, job: _Job) -> None:
         request = job.request
-        # The salt keeps keys and values of other versions away from a new request.
-        prompt = TokensPrompt(prompt_token_ids=list(request.tokens), cache_salt=f"v{self._version}")
         try:
             llm = self._serving()
-            tasks = await llm.get_supported_tasks()
+            tasks = await llm.get_supported_tasks()  # asked for once; from here on nothing waits before it is sent
             if self._jobs.get(request.id) is not job:
                 return  # nobody wants it any more
+            # The salt keeps keys and values of other versions away from a new request.
+            prompt = TokensPrompt(prompt_token_ids=list(request.tokens), cache_salt=f"v{self._version}")
             params = sampling_params(request, self._settings)
             entering = llm.input_processor.process_inputs(job.name, prompt, params, tasks, priority=-request.ahead)
             self._running[job.name] = job
