@@ -59,7 +59,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     step_ms: float
     host_share: float
-    """Of a core, for this process. vLLM's answers pass through it token by token: near 1 it is what limits them."""
+    """Of a core, for this process. vLLM's answers pass through it: near 1 it is what limits them."""
 
 
 async def grown(engine: Engine, tokens: int, deadline_s: float) -> None:

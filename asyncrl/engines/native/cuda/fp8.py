@@ -72,8 +72,10 @@ class Fp8Serving:
     def kv_scales(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> tuple[LayerScales, ...]:
         """Of a version, if they can be right; () where pages are not in FP8."""
         who, meant = _who(manifest, receiver), manifest.fp8
-        gauge = self._check if meant is not None and meant.kv_scales else self._gauge
-        if meant is None or gauge is None:
+        if meant is None:
+            return ()
+        gauge = self._check if meant.kv_scales else self._gauge
+        if gauge is None:
             return ()
         place = (flat.memory.data_ptr(), hash(flat.specs)) if flat.memory.device == self._device else None
         own = gauge.scales(partial(self._published, flat), place)
