@@ -116,6 +116,7 @@ def make(name: str, model: Path, precision: str, cases: Sequence[Case], argument
         memory=memory,
         gpu_cache_gib=arguments.cache_gib,
         attention="auto" if precision == REFERENCE else arguments.attention,
+        quantization="none" if precision == REFERENCE else arguments.quantization,
         prefill_chunk=max(chunk, 8192),
         reproducible=False,
     )
@@ -184,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, default=0.85)
     parser.add_argument("--cache-gib", type=float, default=0.0, help="of vLLM's keys and values, instead of --memory")
     parser.add_argument("--attention", default="auto", help="of vLLM in FP8, as engine.attention; bf16: vLLM's own")
+    parser.add_argument("--quantization", default="none", help="of vLLM in FP8, as engine.quantization; none: fp8")
     parser.add_argument("--prefill-chunk", type=int, default=4096)
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)

@@ -100,8 +100,7 @@ def settings(mode: str, options: argparse.Namespace, drafter: list[str]) -> list
         case "speculation":
             return [*ahead, early, *drafter]
         case _:
-            scales = ["rollout.kv_scales=engine"] if options.engine == "vllm" else []
-            return [*ahead, early, *drafter, "rollout.precision=fp8_full", *scales]
+            return [*ahead, early, *drafter, "rollout.precision=fp8_full"]
 
 
 def common(options: argparse.Namespace) -> list[str]:

@@ -5,9 +5,9 @@
 
 The trainer's weights lie on the same GPU, in another process (CUDA IPC), or in shared memory where there is no GPU. The
 pause is the longest time without a new token of any request around an update, seen by the readers of the answers;
-`publish` is the trainer's part, before the engine is asked, and disturbs no request. In FP8, which is for our own
-engine, that is to quantize and to find the KV scales over what was trained on, and `load_weights` has FP8's checks: all
-that a publication of a run has, but for the log-probabilities after fixed prompts.
+`publish` is the trainer's part, before the engine is asked, and disturbs no request. In FP8 that is to quantize, which
+vLLM does itself in the pause, and to find the KV scales over what was trained on, and `load_weights` has FP8's checks:
+all that a publication of a run has, but for the log-probabilities after fixed prompts.
 
 The bar, on a GPU: no pause is longer than a copy of the weights on the device and one step of decoding, a step as those
 around it are, because answers grow and steps with them. Where it is not held, the line on the update in the middle says
@@ -39,7 +39,7 @@ from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.base import Engine
 from asyncrl.engines.build import build_vllm
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.engines.settings import EngineSettings, NativeEngine, VllmEngine
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.names import hf_tensors
@@ -84,10 +84,10 @@ class Span(NamedTuple):
 class Trainer:
     """In a process of its own, as in a run: a process cannot map what it shares itself."""
 
-    def __init__(self, path: Path, precision: Precision) -> None:
+    def __init__(self, path: Path, engine: EngineSettings, precision: Precision) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_publish, args=(path, precision, theirs), daemon=True)
+        self._process = context.Process(target=_publish, args=(path, engine, precision, theirs), daemon=True)
         self._process.start()
         self.bytes = self.publish(0).total_bytes
 
@@ -102,12 +102,10 @@ class Trainer:
         self._process.join(10)
 
 
-def _publish(path: Path, precision: Precision, pipe: Connection) -> None:
+def _publish(path: Path, engine: EngineSettings, precision: Precision, pipe: Connection) -> None:
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", "bf16") if on_gpu else ("cpu", "fp32")
-    run = Run(
-        rollout=Rollout(precision=precision), engine=NativeEngine(device=device), trainer=TrainerSettings(dtype=dtype)
-    )
+    run = Run(rollout=Rollout(precision=precision), engine=engine, trainer=TrainerSettings(dtype=dtype))
     model, config = load_model(path, torch.bfloat16 if on_gpu else torch.float32, device)
     fp8 = Fp8Publication(run, config)
     fp8.see(np.random.default_rng(0).integers(0, 512, (TRAINED_ON, LENGTH), np.int32))
@@ -247,13 +245,22 @@ def verdict(pauses: list[float], steps: list[float], copy: float) -> str:
     )
 
 
-def make_engine(path: Path, arguments: argparse.Namespace) -> Engine:
+def settings_of(arguments: argparse.Namespace) -> NativeEngine | VllmEngine:
     on_gpu, batch, memory = torch.cuda.is_available(), max(64, arguments.requests), arguments.memory
     if arguments.engine == "native":
-        native = NativeEngine(max_batch=batch, max_length=8192, memory=memory, device="cuda" if on_gpu else "cpu")
-        return build_native(path, native, NoDrafter(), name="bench", precision=arguments.precision)
-    vllm = VllmEngine(max_batch=batch, max_length=8192, memory=memory, gpu_cache_gib=arguments.cache_gib)
-    return build_vllm(path, vllm, NoDrafter(), name="bench", precision=arguments.precision)
+        return NativeEngine(max_batch=batch, max_length=8192, memory=memory, device="cuda" if on_gpu else "cpu")
+    return VllmEngine(
+        max_batch=batch,
+        max_length=8192,
+        memory=memory,
+        gpu_cache_gib=arguments.cache_gib,
+        quantization=arguments.quantization,
+    )
+
+
+def make_engine(path: Path, settings: NativeEngine | VllmEngine, precision: Precision) -> Engine:
+    build = build_native if isinstance(settings, NativeEngine) else build_vllm
+    return build(path, settings, NoDrafter(), name="bench", precision=precision)
 
 
 def main() -> None:
@@ -268,11 +275,12 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.4)
     parser.add_argument("--cache-gib", type=float, default=0.0, help="of vLLM's keys and values, instead of --memory")
     parser.add_argument("--at", type=Path, help="where to make the model: at the same place vLLM starts faster again")
+    parser.add_argument("--quantization", choices=("none", "fp8_per_block"), default="none", help="of vLLM's weights")
     arguments = parser.parse_args()
-    if arguments.engine == "vllm" and arguments.precision != usual:
-        parser.error(f"--precision {arguments.precision} is for --engine native; with vLLM it is {usual}")
+    settings = settings_of(arguments)
     with made_up(LARGE) if arguments.shape == LARGE else made(arguments) as path:
-        asyncio.run(measure(make_engine(path, arguments), Trainer(path, arguments.precision), arguments))
+        engine = make_engine(path, settings, arguments.precision)
+        asyncio.run(measure(engine, Trainer(path, settings, arguments.precision), arguments))
 
 
 if __name__ == "__main__":

@@ -160,15 +160,16 @@ def _prompts(run: Run) -> list[Prompt]:
 def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     """`prompt` is the length of the longest, in tokens."""
     count, longest = parameters(model), prompt + run.rollout.max_tokens
-    precision = run.rollout.precision
-    real = precision if travels_in_fp8(run.engine) else carrier(precision, run.engine)
-    held = footprint(model, count, real, run.rollout.fp8)
+    precision, wide = run.rollout.precision, carrier(run.rollout.precision, run.engine)
+    sent = footprint(model, count, precision if travels_in_fp8(run.engine) else wide, run.rollout.fp8)
+    # Only our simulation, on a CPU, holds FP8's numbers as floats.
+    held = footprint(model, count, precision, run.rollout.fp8) if isinstance(run.engine, VllmEngine) else sent
     recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
     memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     return Needs(
         parameters=count,
-        published=held.weights,
+        published=sent.weights,
         optimizer=memory.weights + memory.optimizer,
         activations=memory.activations + memory.backward,
         recompute=recompute,

@@ -88,8 +88,8 @@ def _engine(run: Run) -> Iterator[str]:
     if numerics(run.rollout.precision, run.rollout.fp8) is not None:
         chosen = run.rollout.precision
         yield f"rollout.precision={chosen} with engine=vllm needs a GPU; engine=native simulates FP8 on a CPU"
-    if run.engine.quantization == "fp8":
-        yield "engine.quantization=fp8 needs a GPU, and there is none here; use engine.quantization=none"
+    if (chosen := run.engine.quantization) != "none":
+        yield f"engine.quantization={chosen} needs a GPU, and there is none here; use engine.quantization=none"
     if run.engine.attention != "auto":
         yield f"engine.attention={run.engine.attention} needs a GPU, and there is none here; use engine.attention=auto"
     if run.engine.kv_dtype == "fp8" and not has_avx512():
@@ -185,7 +185,8 @@ def _model(run: Run) -> Iterator[str]:
             f"engine.max_length={run.engine.max_length} is less than the longest prompt with rollout.max_tokens="
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
-    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm)
+    joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
+    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):

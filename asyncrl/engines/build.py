@@ -11,7 +11,7 @@ from asyncrl.engines.base import Engine
 from asyncrl.engines.settings import FakeEngine, NativeEngine, VllmEngine
 from asyncrl.engines.vllm import environment, versions
 from asyncrl.errors import MissingDependencyError
-from asyncrl.precision.settings import numerics
+from asyncrl.precision.settings import Fp8, numerics
 
 if TYPE_CHECKING:
     from asyncrl.drafting.tapping import RolloutTap
@@ -36,8 +36,15 @@ def build_engine(
                 learned=learned,
             )
         case VllmEngine():
-            precision = run.rollout.precision
-            return build_vllm(model_path, run.engine, run.drafter, name=name, precision=precision, learned=learned)
+            return build_vllm(
+                model_path,
+                run.engine,
+                run.drafter,
+                name=name,
+                precision=run.rollout.precision,
+                fp8=run.rollout.fp8,
+                learned=learned,
+            )
         case FakeEngine():
             from asyncrl.engines.fake import FakeEngine as Fake
 
@@ -70,6 +77,7 @@ def build_vllm(
     *,
     name: str,
     precision: str = "fp32",
+    fp8: Fp8 | None = None,
     learned: Sequence[Range] = (),
 ) -> Engine:
     if wrong := versions.problem(versions.installed()):
@@ -77,4 +85,4 @@ def build_vllm(
     environment.prepare(settings, precision)  # vLLM reads some of it when it is imported
     from asyncrl.engines.vllm.engine import VllmEngine as Vllm
 
-    return Vllm(model_path, settings, drafter, name=name, precision=precision, learned=learned)
+    return Vllm(model_path, settings, drafter, name=name, precision=precision, fp8=fp8, learned=learned)

@@ -51,8 +51,9 @@ class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vll
     for large batches on a GPU."""
     eager: bool = False
     """Skip compilation and CUDA graphs: a faster start, slower decoding."""
-    quantization: Literal["none", "fp8"] = "none"
-    """`fp8` quantizes the weights as they are loaded; needs a GPU."""
+    quantization: Literal["none", "fp8", "fp8_per_block"] = "none"
+    """`fp8`: vLLM quantizes weights as it loads them, with one scale per matrix. `fp8_per_block`: the trainer does, as
+    for our own engine, with one per block of 128 x 128. Both need a GPU."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Number format of the KV cache; `auto` is that of the weights."""
     attention: Literal["auto", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "ASYNCRL"] = "auto"

@@ -11,6 +11,7 @@ Axis suffixes: L layers, X queries, keys and values, T tokens.
 """
 
 from collections.abc import Callable, Sequence
+from math import ceil, log2
 from typing import cast
 
 import numpy as np
@@ -33,6 +34,7 @@ BEYOND, BELOW = 4.0, 1 / 512
 """Range of needed scale / given scale that is believed. It is wide, as fixed prompts differ from training. Too small
 a scale cuts numbers off; one that is too large costs little until many fall among E4M3's subnormal numbers, which begin
 at 1/28672 of its range."""
+ROOM = 4.0
 LayerScales = tuple[float, float, float]
 """Of queries, keys and values."""
 KINDS = ("queries", "keys", "values")
@@ -87,6 +89,20 @@ def scales_of(largest_L_X_T: Tensor) -> tuple[LayerScales, ...]:
 def fixed_samples(vocabulary: int) -> list[list[int]]:
     """What an engine measures on: the same tokens in every process, among the frequent ones."""
     return np.random.default_rng(1).integers(0, min(vocabulary, TRAINED_IDS), (PROMPTS, LENGTH)).tolist()
+
+
+def settled(used: Sequence[LayerScales], needed: Sequence[LayerScales]) -> tuple[LayerScales, ...]:
+    """For an engine to which a new scale is expensive: those in use stay while they fit, new ones have room to grow.
+
+    A scale fits that is at least what is needed and at most `ROOM` times as large; E4M3 has its own exponents, so that
+    a scale somewhat too large costs no precision. New ones are rounded up to powers of two.
+    """
+    pairs = (zip(old, new, strict=True) for old, new in zip(used, needed, strict=True))
+    return tuple(cast(LayerScales, tuple(_settled(old, new) for old, new in layer)) for layer in pairs)
+
+
+def _settled(old: float, new: float) -> float:
+    return old if new <= old <= ROOM * new else 2.0 ** ceil(log2(new))
 
 
 def check_scales(given: Sequence[LayerScales], measured: Sequence[LayerScales], who: str) -> None:

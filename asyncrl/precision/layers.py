@@ -4,6 +4,9 @@ import re
 
 PROJECTION = re.compile(r"model\.layers\.(\d+)\.(?:.+\.)?(?:q|k|v|o|gate|up|down)_proj\.weight")
 
+PROJECTIONS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+"""Of a layer without experts."""
+
 SCALES = "_scale_inv"
 """Behind the name of a quantized tensor: what its values are multiplied with, as in published FP8 checkpoints."""
 

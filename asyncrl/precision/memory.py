@@ -4,9 +4,8 @@ from math import ceil
 from typing import NamedTuple
 
 from asyncrl.models.config import ModelConfig
-from asyncrl.precision.settings import PRECISIONS, Fp8, Precision, numerics
+from asyncrl.precision.settings import PRECISIONS, SIDE, Fp8, Precision, numerics
 
-SIDE = 128
 FLOAT, BF16, FP8 = 4, 2, 1
 
 

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from asyncrl.config import Run
-from asyncrl.engines.settings import NativeEngine
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_parts
@@ -26,13 +25,10 @@ class Fp8Publication:
     def __init__(self, run: Run, model: ModelConfig) -> None:
         self._numerics = numerics(run.rollout.precision, run.rollout.fp8)
         self._narrow = run.trainer.dtype == "bf16"
-        self._native = isinstance(run.engine, NativeEngine)  # vLLM quantizes by rules of its own
         self._layers = model.layers
         self.quantizes = self._numerics is not None and self._numerics.weights and travels_in_fp8(run.engine)
         """Whether the trainer does; else the engines."""
-        self._finds_scales = (
-            self._native and self._numerics is not None and self._numerics.kv and run.rollout.kv_scales == "trainer"
-        )
+        self._finds_scales = self._numerics is not None and self._numerics.kv and run.rollout.kv_scales == "trainer"
         self._names: tuple[str, ...] = ()
         self._seen: deque[list[int]] = deque()
         self._tokens = 0
@@ -54,7 +50,7 @@ class Fp8Publication:
 
     def of(self, model: Decoder) -> Callable[[], Fp8Version | None]:
         """`model` as the trainer computes with it. Ask for the result last: a GPU finds scales while weights go out."""
-        if self._numerics is None or not self._native:
+        if self._numerics is None:
             return lambda: None
         names = self._names = self._names or self._quantized(model)
         if not self._finds_scales or not self._seen:

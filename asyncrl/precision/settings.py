@@ -1,6 +1,6 @@
 """What `rollout.precision` means, and what of it is refused. No torch here: reading a config imports this."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from asyncrl.config import Run
 
 Precision = Literal["fp32", "bf16", "fp8", "fp8_kv", "fp8_full"]
+SIDE = 128
+"""Of a block of weights."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8", "fp8_kv", "fp8_full")
 NO_QK_NORM = (
     "keys and values in FP8 need a model with QK-norm, and this one has none: its keys have outliers that take the "
@@ -73,7 +75,9 @@ def without_fp8(run: "Run") -> "Run":
 
 
 def travels_in_fp8(engine: EngineSettings) -> bool:
-    """Whether FP8 weights are quantized by the trainer: our engine on a GPU. Others quantize what they get."""
+    """Whether FP8 weights are quantized by the trainer, in blocks. Other engines quantize what they get."""
+    if isinstance(engine, VllmEngine):
+        return engine.quantization == "fp8_per_block"
     return isinstance(engine, NativeEngine) and engine.device == "cuda"
 
 
@@ -87,13 +91,12 @@ def gathered_in(run: "Run", *, quantizes: bool) -> Literal["fp32", "bf16"]:
 
 
 def vllm_in(settings: VllmEngine, precision: str) -> VllmEngine:
-    """`rollout.precision` in vLLM's own FP8, which has one scale per matrix; what is set for the engine stays."""
+    """`rollout.precision` in vLLM's words; what is set for the engine stays."""
     found = numerics(precision, Fp8())
     if found is None:
         return settings
-    weights: Literal["none", "fp8"] = "fp8" if found.weights else settings.quantization
-    kv: Literal["auto", "fp8"] = "fp8" if found.kv else settings.kv_dtype
-    return msgspec.structs.replace(settings, quantization=weights, kv_dtype=kv)
+    weights = "fp8" if found.weights and settings.quantization == "none" else settings.quantization
+    return msgspec.structs.replace(settings, quantization=weights, kv_dtype="fp8" if found.kv else settings.kv_dtype)
 
 
 def served_precision(run: "Run", served: WeightManifest | None) -> str:
@@ -106,20 +109,14 @@ def served_precision(run: "Run", served: WeightManifest | None) -> str:
 def check_precision(run: "Run") -> None:
     """What the settings alone can tell; `model_problems` knows the model."""
     rollout, engine = run.rollout, run.engine
+    if isinstance(engine, VllmEngine):
+        _check_vllm(rollout, engine)
     if numerics(rollout.precision, rollout.fp8) is None:
         return
     if isinstance(engine, NativeEngine) and engine.device == "auto":
         raise ConfigError(
             f"rollout.precision={rollout.precision}: on a GPU it is FP8, on a CPU a simulation in fp32, and the "
             "trainer publishes for one of them; use engine.device=cuda or engine.device=cpu instead of auto"
-        )
-    if (
-        isinstance(engine, VllmEngine)
-        and rollout.kv_scales == "trainer"
-        and rollout.precision in ("fp8_kv", "fp8_full")
-    ):
-        raise ConfigError(
-            "rollout.kv_scales=trainer: vLLM takes no scales with new weights; use rollout.kv_scales=engine"
         )
     if (isinstance(engine, VllmEngine) or travels_in_fp8(engine)) and run.sentinel.on_fp8 == "fall_back":
         who = "vLLM" if isinstance(engine, VllmEngine) else "our engine on a GPU"
@@ -128,7 +125,35 @@ def check_precision(run: "Run") -> None:
         )
 
 
-def model_problems(run: "Run", *, layers: int, qk_norm: bool) -> Iterator[str]:
+def _check_vllm(rollout: RolloutPrecision, engine: VllmEngine) -> None:
+    """Trainer and engine are told by different settings what is in FP8, and each would believe its own."""
+    found = numerics(rollout.precision, rollout.fp8)
+    weights, kv = found is not None and found.weights, found is not None and found.kv
+    if engine.quantization != "none" and not weights and (found is not None or travels_in_fp8(engine)):
+        better = "fp8_full" if kv else "fp8"
+        raise ConfigError(
+            f"engine.quantization={engine.quantization} has weights in FP8, and rollout.precision={rollout.precision} "
+            f"has not; use rollout.precision={better}, or engine.quantization=none"
+        )
+    if engine.kv_dtype == "fp8" and found is not None and not kv:
+        raise ConfigError(
+            f"engine.kv_dtype=fp8 has keys and values in FP8, and rollout.precision={rollout.precision} has not; use "
+            "rollout.precision=fp8_full, or engine.kv_dtype=auto"
+        )
+    if weights and rollout.fp8.power_of_two:
+        raise ConfigError(
+            "rollout.fp8.power_of_two=true: vLLM chooses scales by itself; use rollout.fp8.power_of_two=false, or "
+            "engine=native"
+        )
+    if kv and rollout.kv_scales == "trainer" and engine.attention == "FLASHINFER":
+        raise ConfigError(
+            "rollout.kv_scales=trainer: engine.attention=FLASHINFER has scales in its captured graphs, where new ones "
+            "do not reach them; use rollout.kv_scales=engine, or another engine.attention"
+        )
+
+
+def model_problems(run: "Run", *, layers: int, qk_norm: bool, joined: Sequence[int] = ()) -> Iterator[str]:
+    """`joined`: outputs of the matrices that vLLM joins with others."""
     rollout = run.rollout
     found = numerics(rollout.precision, rollout.fp8)
     if found is None:
@@ -141,3 +166,10 @@ def model_problems(run: "Run", *, layers: int, qk_norm: bool) -> Iterator[str]:
             f"rollout.fp8.keep_first={rollout.fp8.keep_first} and keep_last={rollout.fp8.keep_last} keep all {layers} "
             "layers of the model, so that nothing is quantized; lower them"
         )
+    if isinstance(run.engine, VllmEngine) and travels_in_fp8(run.engine):
+        parts = (size // run.engine.tensor_parallel for size in joined)
+        for size in {size for size in parts if size % SIDE}:
+            yield (
+                f"engine.quantization=fp8_per_block: vLLM joins matrices, and a block of {SIDE} would lie across the "
+                f"end of one with {size} outputs; use engine.quantization=fp8"
+            )

@@ -35,7 +35,7 @@ def prompts(vocabulary: int) -> tuple[tuple[int, ...], ...]:
 
 def tolerance(run: Run) -> float:
     """By the coarser of both precisions."""
-    if isinstance(run.engine, VllmEngine) and "fp8" in (run.engine.quantization, run.engine.kv_dtype):
+    if isinstance(run.engine, VllmEngine) and (run.engine.quantization != "none" or run.engine.kv_dtype == "fp8"):
         return FP8_TOLERANCE
     if numerics(run.rollout.precision, run.rollout.fp8) is not None:
         return FP8_TOLERANCE

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from asyncrl.config import Rollout, Run
-from asyncrl.engines.settings import NativeEngine
+from asyncrl.engines.settings import EngineSettings, NativeEngine
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.publication import Fp8Publication
@@ -26,11 +26,12 @@ class Publishing:
         device: Any = "cpu",
         *,
         dtype: torch.dtype = torch.float32,
+        engine: EngineSettings | None = None,
         **rollout: Any,
     ) -> None:
-        """`device` is the engine's: to a GPU the weights travel in FP8. `dtype`: what the trainer computes in."""
+        """`device` is that of our engine: to a GPU weights travel in FP8. `dtype`: what the trainer computes in."""
         self.model, config = load_model(path, dtype)
-        run = Run(rollout=Rollout(precision=precision, **rollout), engine=NativeEngine(device=device))
+        run = Run(rollout=Rollout(precision=precision, **rollout), engine=engine or NativeEngine(device=device))
         self.fp8 = Fp8Publication(run, config)
         source = self.fp8.travelling(OneRank(lambda: hf_tensors(self.model)))
         self.writer = SharedMemoryWriter(source, prefix="test")

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.models.checkpoint import load_model
-from asyncrl.precision.kv_scales import measure, scales_of
+from asyncrl.precision.kv_scales import LayerScales, measure, scales_of, settled
 from asyncrl.training.working import WorkingCopy
 from tests.tiny_model import tiny_checkpoint
 
@@ -23,6 +25,25 @@ def test_scales_are_the_percentile_with_its_margin_over_the_largest_code() -> No
 def test_queries_that_were_not_looked_at_have_a_scale_of_one() -> None:
     largest_L_2_T = torch.tensor([[[448.0, 448.0], [896.0, 896.0]]])
     assert scales_of(largest_L_2_T) == (pytest.approx((1.0, 1.05, 2.1)),)
+
+
+SCALES = st.floats(1e-6, 1e6)
+LAYERS = st.lists(st.tuples(SCALES, SCALES, SCALES), min_size=1, max_size=3)
+
+
+@given(LAYERS, st.data())
+def test_scales_in_use_stay_while_they_fit(needed: list[LayerScales], data: st.DataObject) -> None:
+    used = data.draw(st.lists(st.tuples(SCALES, SCALES, SCALES), min_size=len(needed), max_size=len(needed)))
+    found = settled(used, needed)
+    for old, new, scale in zip(np.ravel(used), np.ravel(needed), np.ravel(found), strict=True):
+        fits = new <= old <= 4 * new
+        assert scale == old if fits else new <= scale < 2 * new
+        assert fits or np.frexp(scale)[0] == 0.5, "a power of two"
+    assert settled(found, needed) == found
+
+
+def test_settled_scales_by_hand() -> None:
+    assert settled([(1.0, 1.0, 1.0)], [(0.3, 0.2, 1.01)]) == ((1.0, 0.25, 2.0),)
 
 
 def test_samples_do_not_see_each_other(tmp_path: Path) -> None:

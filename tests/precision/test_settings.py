@@ -15,13 +15,22 @@ from asyncrl.engines.vllm import environment
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.precision.memory import footprint, footprints
-from asyncrl.precision.settings import Fp8, carrier, gathered_in, model_problems, numerics, served_precision, vllm_in
+from asyncrl.precision.settings import (
+    Fp8,
+    carrier,
+    gathered_in,
+    model_problems,
+    numerics,
+    served_precision,
+    travels_in_fp8,
+    vllm_in,
+)
 from asyncrl.tasks.chains import CHARACTERS, END
 from asyncrl.training.memory import parameters
 from asyncrl.types import Fp8Version, WeightManifest
 from asyncrl.weights import probe
 from benchmarks.fp8 import ARMS, ON
-from pipelines import plan, plan_show
+from pipelines import estimate, plan, plan_show
 from pipelines.compose import compose
 from tests.tiny_model import tiny_checkpoint
 
@@ -90,8 +99,24 @@ def test_what_the_trainer_quantizes_are_the_numbers_it_computes_with(dtype: str)
             "our engine on a GPU cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop",
         ),
         (
-            {"rollout": {"precision": "fp8_kv"}, "engine": {"type": "vllm"}},
-            "vLLM takes no scales with new weights; use rollout.kv_scales=engine",
+            {"rollout": {"precision": "fp8_kv"}, "engine": {"type": "vllm", "attention": "FLASHINFER"}},
+            "new ones do not reach them; use rollout.kv_scales=engine, or another engine.attention",
+        ),
+        (
+            {"rollout": {"precision": "fp8_kv"}, "engine": {"type": "vllm", "quantization": "fp8"}},
+            "rollout.precision=fp8_kv has not; use rollout.precision=fp8_full, or engine.quantization=none",
+        ),
+        (
+            {"rollout": {"precision": "bf16"}, "engine": {"type": "vllm", "quantization": "fp8_per_block"}},
+            "rollout.precision=bf16 has not; use rollout.precision=fp8, or engine.quantization=none",
+        ),
+        (
+            {"rollout": {"precision": "fp8"}, "engine": {"type": "vllm", "kv_dtype": "fp8"}},
+            "rollout.precision=fp8 has not; use rollout.precision=fp8_full, or engine.kv_dtype=auto",
+        ),
+        (
+            {"rollout": {"precision": "fp8", "fp8": {"power_of_two": True}}, "engine": {"type": "vllm"}},
+            "vLLM chooses scales by itself; use rollout.fp8.power_of_two=false, or engine=native",
         ),
         (
             {"rollout": {"precision": "fp8"}, "engine": {"type": "vllm"}, "sentinel": {"on_fp8": "fall_back"}},
@@ -151,10 +176,40 @@ def test_an_answer_carries_the_precision_that_it_was_sampled_in() -> None:
     ("precision", "weights", "kv"),
     [("bf16", "none", "auto"), ("fp8", "fp8", "auto"), ("fp8_kv", "none", "fp8"), ("fp8_full", "fp8", "fp8")],
 )
-def test_vllm_has_fp8_of_its_own(precision: str, weights: str, kv: str) -> None:
+def test_vllm_is_told_in_its_own_words(precision: str, weights: str, kv: str) -> None:
     found = vllm_in(VllmEngine(), precision)
     assert (found.quantization, found.kv_dtype) == (weights, kv)
     assert vllm_in(VllmEngine(kv_dtype="fp8"), precision).kv_dtype == "fp8"
+    assert vllm_in(VllmEngine(quantization="fp8_per_block"), precision).quantization == "fp8_per_block"
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_kv", "fp8_full"])
+def test_one_word_is_enough_for_vllm(precision: str) -> None:
+    run = load({"rollout": {"precision": precision}, "engine": {"type": "vllm"}})
+    assert not travels_in_fp8(run.engine)
+    assert not list(model_problems(run, layers=4, qk_norm=True, joined=(192, 64, 200)))
+
+
+def test_blocks_of_joined_matrices_must_end_with_them() -> None:
+    raw = {"rollout": {"precision": "fp8"}, "engine": {"type": "vllm", "quantization": "fp8_per_block"}}
+    run = load(raw)
+    assert travels_in_fp8(run.engine)
+    (said,) = model_problems(run, layers=4, qk_norm=True, joined=(256, 192, 1024))
+    assert said.endswith("lie across the end of one with 192 outputs; use engine.quantization=fp8")
+    assert not list(model_problems(run, layers=4, qk_norm=True, joined=(256, 128, 1024)))
+    run = load(raw | {"engine": raw["engine"] | {"tensor_parallel": 2}})
+    (said,) = model_problems(run, layers=4, qk_norm=True, joined=(256, 128, 1024))
+    assert "one with 64 outputs" in said
+
+
+def test_vllm_holds_less_than_it_is_sent() -> None:
+    """With one scale per matrix weights travel in bf16."""
+    model, engine = ModelConfig.from_hf(QWEN3_8B), {"type": "vllm"}
+    wide = estimate.needs(load({"rollout": {"precision": "bf16"}, "engine": engine}), model, 100)
+    narrow = estimate.needs(load({"rollout": {"precision": "fp8_full"}, "engine": engine}), model, 100)
+    blocks = load({"rollout": {"precision": "fp8_full"}, "engine": engine | {"quantization": "fp8_per_block"}})
+    assert narrow.published == wide.published > 1.5 * narrow.engine_weights
+    assert estimate.needs(blocks, model, 100).published == narrow.engine_weights
 
 
 @pytest.mark.parametrize(("precision", "wanted"), [("fp32", "highest"), ("bf16", "high"), ("fp8_full", "high")])
@@ -172,7 +227,7 @@ def test_vllm_multiplies_the_numbers_of_bf16_by_tf32(
 
 
 def test_vllm_in_fp8_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load({"rollout": {"precision": "fp8_full", "kv_scales": "engine"}, "engine": {"type": "vllm"}})
+    run = load({"rollout": {"precision": "fp8_full"}, "engine": {"type": "vllm"}})
     monkeypatch.setattr(plan, "has_gpu", lambda: False)
     said = "rollout.precision=fp8_full with engine=vllm needs a GPU; engine=native simulates FP8 on a CPU"
     assert said in plan.problems(run)

@@ -30,6 +30,8 @@ from asyncrl.engines.vllm.environment import SPECULATION
 from asyncrl.engines.vllm.options import engine_args, is_adaptive, within
 from asyncrl.engines.vllm.requests import VllmRequests
 from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.precision.kv_scales import LayerScales, settled
+from asyncrl.precision.settings import Fp8
 from asyncrl.types import EngineStats, WeightAck, WeightManifest
 
 QUIET_TURNS = 10
@@ -50,10 +52,11 @@ class VllmEngine(VllmRequests):
         name: str,
         version: int = 0,
         precision: str = "fp32",
+        fp8: Fp8 | None = None,
         learned: Sequence[Range] = (),
     ) -> None:
         super().__init__(within(settings, model_path), name, version)
-        self._args = engine_args(model_path, self._settings, drafter, precision)
+        self._args = engine_args(model_path, self._settings, drafter, precision, fp8)
         self._speculation: Speculation | None = None
         if is_adaptive(drafter):
             folder = tempfile.mkdtemp(prefix="asyncrl-speculation-")
@@ -63,6 +66,8 @@ class VllmEngine(VllmRequests):
         self._updating = asyncio.Lock()
         self._paused = False
         self._reprefilled = 0
+        self._kv_scales: tuple[LayerScales, ...] = ()
+        """In use; without any vLLM has 1 for all."""
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -105,26 +110,39 @@ class VllmEngine(VllmRequests):
 
     async def _update(self, manifest: WeightManifest, target: Literal["policy", "drafter"], on: OnUpdate) -> WeightAck:
         self._require_serving(f"weights of version {manifest.version}")
-        encoded = msgspec.json.encode(manifest).decode()
         async with self._updating:
+            manifest, before = self._with_settled_scales(manifest), self._kv_scales
+            encoded = msgspec.json.encode(manifest).decode()
             await self._verify(manifest, encoded)
             await self._halt()
             await self._load(encoded, target)
             again = 0
             if target == "policy":
                 self._switch_version(manifest.version)
-                again = await self._forget_keys() if on == "recompute" else 0
+                self._kv_scales = manifest.fp8.kv_scales if manifest.fp8 else ()
+                again = (
+                    await self._forget_keys() if on == "recompute" or _cached(before) != _cached(self._kv_scales) else 0
+                )
             if not self._paused:
                 await self._serving().resume_generation()
         return WeightAck(self.name, manifest.version, manifest.digest, again)
+
+    def _with_settled_scales(self, manifest: WeightManifest) -> WeightManifest:
+        """What is cached under other scales cannot be read any more, so these change as seldom as they can."""
+        if manifest.fp8 is None or not manifest.fp8.kv_scales:
+            return manifest
+        used = self._kv_scales or ((1.0, 1.0, 1.0),) * len(manifest.fp8.kv_scales)
+        scales = settled(used, manifest.fp8.kv_scales)
+        return msgspec.structs.replace(manifest, fp8=msgspec.structs.replace(manifest.fp8, kv_scales=scales))
 
     async def _verify(self, manifest: WeightManifest, encoded: str) -> None:
         """Nothing is touched unless every worker reads exactly what was published."""
         try:
             digests = await self._serving().collective_rpc("digest_published", args=(encoded,))
+            await self._serving().collective_rpc("check_names", args=(encoded,))
         except Exception as error:  # whatever kept a worker from reading, the model is as it was
             raise WeightSyncError(
-                f"engine {self.name}: weights of version {manifest.version} did not arrive: {error}; version "
+                f"engine {self.name}: weights of version {manifest.version} cannot be loaded: {error}; version "
                 f"{self._version} is kept, publish again"
             ) from error
         for digest in digests:
@@ -212,3 +230,8 @@ class VllmEngine(VllmRequests):
             await asyncio.to_thread(process.join, END_TIMEOUT_S)
         gc.unfreeze()
         disable_envs_cache()
+
+
+def _cached(scales: Sequence[LayerScales]) -> list[tuple[float, float]]:
+    """Of keys and values; no query is kept."""
+    return [(keys, values) for _, keys, values in scales]

@@ -16,7 +16,9 @@ from asyncrl.drafting.bandit import strategies
 from asyncrl.drafting.settings import DrafterSettings, Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter
 from asyncrl.engines.settings import VllmEngine
 from asyncrl.models.config import read_config
-from asyncrl.precision.settings import carrier, vllm_in
+from asyncrl.precision.layers import PROJECTIONS
+from asyncrl.precision.quantizer import WEIGHT_BLOCK
+from asyncrl.precision.settings import Fp8, carrier, vllm_in
 from asyncrl.types import Request
 
 BACKEND = "asyncrl"
@@ -24,6 +26,12 @@ BACKEND = "asyncrl"
 WORKERS = "asyncrl.engines.vllm.gpu_worker."
 SCHEDULERS = "asyncrl.engines.vllm.scheduler."
 DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
+CHECKPOINTS = "safetensors"
+"""By itself vLLM takes pickled weights where there are no others."""
+BLOCKS = "asyncrl_fp8_blocks"
+"""Name under which loader.py registers the way in which such checkpoints become FP8."""
+HEAD = {"head_dtype": "float32"}
+"""As the trainer has it (asyncrl/models/head.py)."""
 ATTENTION = {"ASYNCRL": "CUSTOM"}
 """vLLM's name for attention that is not its own; worker.py registers ours. Other names are vLLM's, but for `auto`."""
 HOPPER = 90
@@ -38,17 +46,18 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
     return msgspec.structs.replace(settings, max_length=min(settings.max_length, positions))
 
 
-def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str) -> AsyncEngineArgs:
+def engine_args(
+    model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str, fp8: Fp8 | None = None
+) -> AsyncEngineArgs:
     settings = vllm_in(settings, precision)
     most = settings.max_batch * settings.max_length  # a larger batch is an illegal memory access on a GPU in 0.26
     return AsyncEngineArgs(
         model=str(model),
         trust_remote_code="trust_remote_code" in settings.allow_unsafe,
-        load_format="safetensors",  # by itself vLLM takes pickled weights where there are no others
         skip_tokenizer_init=True,  # tokens in, tokens out
         generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
         dtype=DTYPES[carrier(precision, settings)],
-        hf_overrides={"head_dtype": "float32"},  # as the trainer has it (asyncrl/models/head.py)
+        **quantization(settings, read_config(model).layers, fp8 or Fp8()),
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_batch,
         scheduling_policy="priority",  # as they come, but for the probe of new weights, which goes first
@@ -58,7 +67,6 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         tensor_parallel_size=settings.tensor_parallel,
         distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
         enforce_eager=settings.eager,
-        quantization=None if settings.quantization == "none" else settings.quantization,
         kv_cache_dtype=settings.kv_dtype,
         attention_backend=attention(settings, drafter),
         enable_prefix_caching=True,
@@ -70,6 +78,26 @@ def engine_args(model: Path, settings: VllmEngine, drafter: DrafterSettings, pre
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         disable_log_stats=False,  # prompts, preemptions and accepted drafts are counted (counters.py)
     )
+
+
+def quantization(settings: VllmEngine, layers: int, fp8: Fp8) -> dict[str, Any]:
+    """What of vLLM's arguments has to do with FP8 weights, and the rest of the same arguments."""
+    outer = [*range(fp8.keep_first), *range(layers - fp8.keep_last, layers)]
+    kept = [f"model.layers.{layer}.{name}" for layer in outer for name in PROJECTIONS]
+    match settings.quantization:
+        case "none":
+            return {"load_format": CHECKPOINTS, "hf_overrides": HEAD}
+        case "fp8":
+            chosen = {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": kept}}
+            return {"load_format": CHECKPOINTS, "hf_overrides": HEAD, **chosen}
+        case "fp8_per_block":
+            blocks = {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(WEIGHT_BLOCK),
+                "ignored_layers": kept,
+            }
+            return {"load_format": BLOCKS, "hf_overrides": {**HEAD, "quantization_config": blocks}}
 
 
 def attention(settings: VllmEngine, drafter: DrafterSettings) -> AttentionBackendEnum | None:

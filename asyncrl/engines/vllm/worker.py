@@ -1,8 +1,8 @@
 """Inside vLLM's worker process: published weights go from the trainer's memory into the model.
 
 vLLM imports this module because the engine names `WeightReader` as its worker extension; importing it registers our
-weight transfer backend, which vLLM then drives: start, update, finish. Our attention is registered here as well, by its
-path: it is imported when a model is loaded that shall use it.
+weight transfer backend, which vLLM then drives: start, update, finish. The loader of FP8 blocks is registered here as
+well, and our attention, by its path: it is imported when a model is loaded that shall use it.
 """
 
 import multiprocessing
@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from asyncrl.engines.vllm import loader as loader  # registers itself
 from asyncrl.engines.vllm.environment import OWNER
+from asyncrl.engines.vllm.fp8 import Products, check_names, set_kv_scales
 from asyncrl.engines.vllm.options import BACKEND
 from asyncrl.types import WeightManifest
 from asyncrl.weights.transport import digest_published, read_published
@@ -66,12 +68,19 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
 
     def receive_weights(self, update_info: Publication) -> None:
         load_weights: Any = self.model.load_weights  # every vLLM model has it, but torch.nn.Module does not
-        load_weights(read_published(_decode(update_info.manifest), self.device))
+        manifest = _decode(update_info.manifest)
+        self._fp8, self._products = manifest.fp8, Products(self.model, manifest.version)
+        published = read_published(manifest, self.device)
+        load_weights(published if self._fp8 is None else self._products.watching(published))
 
     def finish_weight_update(self) -> None:
         if not self._in_place:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
+        if self._fp8 is not None:
+            if self._fp8.kv_scales:
+                set_kv_scales(self.model, self._fp8.kv_scales)
+            self._products.check()
 
     def _pack_tied_head(self) -> None:
         """An output matrix that is the embedding gets no weights of its own, so the reload forgets what is made of it.
@@ -101,6 +110,12 @@ class WeightReader:
     def digest_published(self, manifest: str) -> str:
         """Digest of the bytes that this worker would load, read from where it would load them."""
         return digest_published(_decode(manifest))
+
+    def check_names(self, manifest: str) -> None:
+        check_names(self.get_model(), _decode(manifest))
+
+    get_model: Callable[[], torch.nn.Module]
+    """vLLM's own."""
 
 
 def _decode(manifest: str) -> WeightManifest:
