@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from asyncrl.drafting.settings import NoDrafter
 from asyncrl.engines.build import build_vllm
 from asyncrl.engines.settings import VllmEngine
-from asyncrl.engines.vllm.fp8 import Products, check_names, set_kv_scales
+from asyncrl.engines.vllm.fp8 import InFp8, check_names, set_kv_scales
 from asyncrl.engines.vllm.loader import BlockLoader
 from asyncrl.engines.vllm.options import BLOCKS, engine_args
 from asyncrl.errors import WeightSyncError
@@ -37,7 +37,7 @@ from tests.tiny_model import tiny_checkpoint
 INPUTS = 64
 
 
-class InFp8:
+class Narrow:
     """What vLLM calls a method: here FP8 weights with one scale, and activations as they are."""
 
     def apply(self, layer: Any, x_N_I: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Model(nn.Module):
         layers = [nn.Module() for _ in range(2)]
         for layer in layers:
             layer.self_attn = nn.Module()
-            layer.self_attn.qkv_proj, layer.self_attn.o_proj = Linear(96, InFp8()), Linear(64, InFp8())
+            layer.self_attn.qkv_proj, layer.self_attn.o_proj = Linear(96, Narrow()), Linear(64, Narrow())
             layer.self_attn.attn = Cache(dtype, backend)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(layers)
@@ -153,10 +153,10 @@ def test_products_are_those_of_the_published_weights(version: int, blocks: bool)
         for name, each in quantized.items():
             travelling |= {name: each.values_N_C, f"{name}_scale_inv": each.scales_B_B}
             weights[name] = dequantize(each)
-    products = Products(model, version)
-    assert [name for name, _ in products.watching(travelling.items())] == list(travelling)
+    update = InFp8(model, version, Fp8Version())
+    assert [name for name, _ in update.watching(travelling.items())] == list(travelling)
     load(model, weights)
-    products.check()
+    update.finish()
 
 
 @pytest.mark.parametrize(("part", "name"), [("qkv_proj", "q_proj.weight and .*v_proj"), ("o_proj", "o_proj")])
@@ -165,22 +165,22 @@ def test_a_stale_scale_is_caught_in_the_layer_whose_turn_it_is(part: str, name: 
     load(model, weights)
     getattr(model.attention(1), part).scale *= 1.3
     for version, raises in [(4, False), (5, True)]:
-        products = Products(model, version)
-        list(products.watching(weights.items()))
+        update = InFp8(model, version, Fp8Version())
+        list(update.watching(weights.items()))
         if raises:
             with pytest.raises(WeightSyncError, match=rf"version 5: a product with .*{name}.* in FP8 is off by 30"):
-                products.check()
+                update.finish()
         else:
-            products.check()
+            update.finish()
 
 
 def test_old_values_are_caught() -> None:
     model = Model()
     load(model, published(seed=1))
-    products = Products(model, 5)
-    list(products.watching(published().items()))
+    update = InFp8(model, 5, Fp8Version())
+    list(update.watching(published().items()))
     with pytest.raises(WeightSyncError, match="stale scales or values; publish again"):
-        products.check()
+        update.finish()
 
 
 def test_kept_layers_are_kept_by_vllm_as_well(tmp_path: Path) -> None:
@@ -217,6 +217,26 @@ def test_a_checkpoint_becomes_the_blocks_that_the_trainer_publishes(tmp_path: Pa
         else:
             meant = dequantize(quantize(weight, WEIGHT_BLOCK))
             torch.testing.assert_close(dequantize(Quantized(found[name], scales, WEIGHT_BLOCK)), meant, rtol=0, atol=0)
+
+
+@needs_vllm
+def test_an_engine_changes_its_scales_only_where_it_must(tmp_path: Path) -> None:
+    from asyncrl.engines.vllm.engine import VllmEngine as Vllm
+
+    tiny_checkpoint(tmp_path)
+    engine = Vllm(tmp_path, TINY, NoDrafter(), name="vllm")
+
+    def sent(*scales: tuple[float, float, float]) -> Any:
+        fp8 = engine._with_settled_scales(manifest(scales=scales)).fp8
+        assert fp8 is not None
+        return fp8.kv_scales
+
+    assert sent() == ()
+    engine._kv_scales = sent((3.0, 0.2, 0.5), (1.0, 1.0, 1.0))
+    assert engine._kv_scales == ((4.0, 0.25, 1.0), (1.0, 1.0, 1.0))
+    assert sent((2.0, 0.24, 0.3), (0.9, 0.9, 1.1)) == ((4.0, 0.25, 1.0), (1.0, 1.0, 2.0))
+    assert sent() == engine._kv_scales, "a trainer that has seen nothing yet leaves them"
+    assert engine._with_settled_scales(msgspec.structs.replace(manifest(), fp8=None)).fp8 is None
 
 
 @needs_vllm

@@ -120,26 +120,26 @@ class VllmEngine(VllmRequests):
             if target == "policy":
                 self._switch_version(manifest.version)
                 self._kv_scales = manifest.fp8.kv_scales if manifest.fp8 else ()
-                again = (
-                    await self._forget_keys() if on == "recompute" or _cached(before) != _cached(self._kv_scales) else 0
-                )
+                moved = _cached(before) != _cached(self._kv_scales)
+                again = await self._forget_keys() if on == "recompute" or moved else 0
             if not self._paused:
                 await self._serving().resume_generation()
         return WeightAck(self.name, manifest.version, manifest.digest, again)
 
     def _with_settled_scales(self, manifest: WeightManifest) -> WeightManifest:
         """What is cached under other scales cannot be read any more, so these change as seldom as they can."""
-        if manifest.fp8 is None or not manifest.fp8.kv_scales:
+        if manifest.fp8 is None:
             return manifest
-        used = self._kv_scales or ((1.0, 1.0, 1.0),) * len(manifest.fp8.kv_scales)
-        scales = settled(used, manifest.fp8.kv_scales)
+        used, needed = self._kv_scales, manifest.fp8.kv_scales
+        scales = settled(used or ((1.0, 1.0, 1.0),) * len(needed), needed) if needed else used
         return msgspec.structs.replace(manifest, fp8=msgspec.structs.replace(manifest.fp8, kv_scales=scales))
 
     async def _verify(self, manifest: WeightManifest, encoded: str) -> None:
         """Nothing is touched unless every worker reads exactly what was published."""
         try:
             digests = await self._serving().collective_rpc("digest_published", args=(encoded,))
-            await self._serving().collective_rpc("check_names", args=(encoded,))
+            if manifest.fp8 is not None:
+                await self._serving().collective_rpc("check_names", args=(encoded,))
         except Exception as error:  # whatever kept a worker from reading, the model is as it was
             raise WeightSyncError(
                 f"engine {self.name}: weights of version {manifest.version} cannot be loaded: {error}; version "

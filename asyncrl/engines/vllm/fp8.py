@@ -20,7 +20,7 @@ from asyncrl.precision.audit import check_gap, check_layers, fixed_input, relati
 from asyncrl.precision.kv_scales import LayerScales
 from asyncrl.precision.layers import KV_CACHE, PROJECTION, SCALES
 from asyncrl.precision.quantizer import E4M3, WEIGHT_BLOCK, Quantized, dequantize
-from asyncrl.types import WeightManifest
+from asyncrl.types import Fp8Version, WeightManifest
 
 ALLOWED = 0.1
 """Relative. Compared is with the input as it is, and FP8 is off by 4 % of that on Gaussian data; kernels differ in how
@@ -72,10 +72,12 @@ def hf_names(model: torch.nn.Module, module: str) -> list[str]:
     return [f"{parent}.{part}.weight" for part in joined.get(last, [last])]
 
 
-class Products:
-    """A fixed input times the matrices of one layer, another for each version: as published, and as vLLM has them."""
+class InFp8:
+    """An update under way. Behind it a fixed input is multiplied with the matrices of one layer, another for each
+    version: as they were published, and as vLLM has them."""
 
-    def __init__(self, model: torch.nn.Module, version: int) -> None:
+    def __init__(self, model: torch.nn.Module, version: int, fp8: Fp8Version) -> None:
+        self._model, self._fp8 = model, fp8
         by_layer: dict[int, dict[tuple[str, ...], Any]] = {}
         for name, module in _quantized(model).items():
             names = tuple(hf_names(model, name))
@@ -107,7 +109,9 @@ class Products:
         self._expected[name] = _input(weight_O_I) @ weight_O_I.to(torch.bfloat16).t()
 
     @torch.no_grad()
-    def check(self) -> None:
+    def finish(self) -> None:
+        if self._fp8.kv_scales:
+            set_kv_scales(self._model, self._fp8.kv_scales)
         names, gaps = list[str](), list[Tensor]()
         for parts, module in self._modules.items():
             expected_N_O = torch.cat([self._expected[part] for part in parts], 1).float()

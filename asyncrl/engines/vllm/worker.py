@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from asyncrl.engines.vllm import loader as loader  # registers itself
 from asyncrl.engines.vllm.environment import OWNER
-from asyncrl.engines.vllm.fp8 import Products, check_names, set_kv_scales
+from asyncrl.engines.vllm.fp8 import InFp8, check_names
 from asyncrl.engines.vllm.options import BACKEND
 from asyncrl.types import WeightManifest
 from asyncrl.weights.transport import digest_published, read_published
@@ -48,6 +48,8 @@ class Publication(WeightTransferUpdateInfo):
 class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
     """Loads what a manifest points to, by vLLM's layer-wise reload unless the weights can be overwritten in place."""
 
+    _in_fp8: InFp8 | None = None
+    """The update that is under way, where something is in FP8."""
     init_info_cls = NoInitInfo
     update_info_cls = Publication
 
@@ -69,18 +71,16 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
     def receive_weights(self, update_info: Publication) -> None:
         load_weights: Any = self.model.load_weights  # every vLLM model has it, but torch.nn.Module does not
         manifest = _decode(update_info.manifest)
-        self._fp8, self._products = manifest.fp8, Products(self.model, manifest.version)
         published = read_published(manifest, self.device)
-        load_weights(published if self._fp8 is None else self._products.watching(published))
+        self._in_fp8 = None if manifest.fp8 is None else InFp8(self.model, manifest.version, manifest.fp8)
+        load_weights(published if self._in_fp8 is None else self._in_fp8.watching(published))
 
     def finish_weight_update(self) -> None:
         if not self._in_place:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
-        if self._fp8 is not None:
-            if self._fp8.kv_scales:
-                set_kv_scales(self.model, self._fp8.kv_scales)
-            self._products.check()
+        if self._in_fp8 is not None:
+            self._in_fp8.finish()
 
     def _pack_tied_head(self) -> None:
         """An output matrix that is the embedding gets no weights of its own, so the reload forgets what is made of it.
