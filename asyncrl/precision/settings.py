@@ -69,9 +69,12 @@ def carrier(precision: str, engine: EngineSettings) -> Literal["fp32", "bf16"]:
 
 
 def without_fp8(run: "Run") -> "Run":
-    """The same run in what engines compute the rest in."""
-    precision = carrier(run.rollout.precision, run.engine)
-    return msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, precision=precision))
+    """The same run in what engines compute the rest in, whatever vLLM was told besides."""
+    rollout = msgspec.structs.replace(run.rollout, precision=carrier(run.rollout.precision, run.engine))
+    engine = run.engine
+    if isinstance(engine, VllmEngine):
+        engine = msgspec.structs.replace(engine, quantization="none", kv_dtype="auto")
+    return msgspec.structs.replace(run, rollout=rollout, engine=engine)
 
 
 def travels_in_fp8(engine: EngineSettings) -> bool:

@@ -18,12 +18,14 @@ from asyncrl.precision.memory import footprint, footprints
 from asyncrl.precision.settings import (
     Fp8,
     carrier,
+    check_precision,
     gathered_in,
     model_problems,
     numerics,
     served_precision,
     travels_in_fp8,
     vllm_in,
+    without_fp8,
 )
 from asyncrl.tasks.chains import CHARACTERS, END
 from asyncrl.training.memory import parameters
@@ -188,6 +190,14 @@ def test_one_word_is_enough_for_vllm(precision: str) -> None:
     run = load({"rollout": {"precision": precision}, "engine": {"type": "vllm"}})
     assert not travels_in_fp8(run.engine)
     assert not list(model_problems(run, layers=4, qk_norm=True, joined=(192, 64, 200)))
+
+
+@pytest.mark.parametrize("engine", [{}, {"quantization": "fp8_per_block", "kv_dtype": "fp8"}])
+def test_a_run_that_leaves_fp8_leaves_all_of_it(engine: dict[str, str]) -> None:
+    run = without_fp8(load({"rollout": {"precision": "fp8_full"}, "engine": {"type": "vllm"} | engine}))
+    check_precision(run)
+    assert run.rollout.precision == "bf16"
+    assert run.engine == VllmEngine()
 
 
 def test_blocks_of_joined_matrices_must_end_with_them() -> None:
