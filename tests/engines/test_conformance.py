@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from asyncrl.engines.base import OnUpdate
 from asyncrl.errors import EngineError, WeightSyncError
-from asyncrl.types import WeightManifest
+from asyncrl.types import Fp8Version, WeightManifest
 from tests.engines.drafters import DRAFTERS, GUESSING, drafting, paged_drafting, save_heads
 from tests.engines.driving import (
     LONG,
@@ -419,3 +420,29 @@ def test_a_wrong_digest_leaves_the_old_weights(with_model: Driver, tmp_path: Pat
             np.testing.assert_allclose(after.logprobs, before.logprobs, atol=EXACT)
 
     with_model.run(run())
+
+
+def test_an_engine_without_fp8_keeps_its_version_when_the_trainer_means_fp8(with_model: Driver, path: Path) -> None:
+    meant = Fp8Version(("model.layers.0.self_attn.q_proj.weight",))
+
+    async def run() -> None:
+        async with with_model.engine() as engine:
+            version = engine.stats().version
+            with publishing(path) as publish, pytest.raises(WeightSyncError, match=r"FP8|same layers"):
+                await engine.load_weights(msgspec.structs.replace(publish(version + 1), fp8=meant), "keep")
+            assert (await collect(engine, ask("after", max_tokens=5))).versions == [version]
+
+    with_model.run(run())
+
+
+@needs_vllm
+def test_vllm_takes_a_version_of_which_nothing_is_in_fp8(shared_vllm: SharedVllm, path: Path) -> None:
+    async def run() -> None:
+        async with shared_vllm.engine() as engine:
+            version = engine.stats().version
+            with publishing(path) as publish:
+                plain = msgspec.structs.replace(publish(version + 1), fp8=Fp8Version())
+                await engine.load_weights(plain, "keep")
+            assert (await collect(engine, ask("after", max_tokens=5))).versions == [version + 1]
+
+    shared_vllm.run(run())

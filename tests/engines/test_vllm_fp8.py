@@ -1,6 +1,5 @@
 """FP8 in vLLM's worker: names before anything is loaded, scales of the cache, products before a token is sampled."""
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +16,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from asyncrl.drafting.settings import NoDrafter
-from asyncrl.engines.build import build_vllm
 from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm.fp8 import InFp8, check_names, set_kv_scales
 from asyncrl.engines.vllm.loader import BlockLoader
@@ -28,8 +26,6 @@ from asyncrl.models.names import hf_tensors
 from asyncrl.precision.quantizer import WEIGHT_BLOCK, Quantized, dequantize, quantize
 from asyncrl.precision.settings import Fp8
 from asyncrl.types import Fp8Version, WeightManifest
-from tests.engines.driving import ask, collect, serving
-from tests.engines.parity import gathered, reference_logits
 from tests.engines.vllm import TINY, needs_vllm
 from tests.precision.publishing import publishing
 from tests.tiny_model import tiny_checkpoint
@@ -237,25 +233,3 @@ def test_an_engine_changes_its_scales_only_where_it_must(tmp_path: Path) -> None
     assert sent((2.0, 0.24, 0.3), (0.9, 0.9, 1.1)) == ((4.0, 0.25, 1.0), (1.0, 1.0, 2.0))
     assert sent() == engine._kv_scales, "a trainer that has seen nothing yet leaves them"
     assert engine._with_settled_scales(msgspec.structs.replace(manifest(), fp8=None)).fp8 is None
-
-
-@needs_vllm
-def test_vllm_keeps_its_version_when_the_trainer_means_something_else(tmp_path: Path) -> None:
-    """Real vLLM, without FP8: what a trainer says about FP8 is held against its model before anything is loaded."""
-    reference = tiny_checkpoint(tmp_path)
-
-    async def scenario() -> None:
-        async with serving(build_vllm(tmp_path, TINY, NoDrafter(), name="vllm")) as engine:
-            with publishing(tmp_path, "fp8_full", engine=VllmEngine()) as publisher:
-                meant = publisher.publish(1)
-                with pytest.raises(WeightSyncError, match=r"do not quantize the same layers.*version 0 is kept"):
-                    await engine.load_weights(meant, "keep")
-                answer = await collect(engine, ask("a", max_tokens=5))
-                assert answer.versions == [0]
-                await engine.load_weights(msgspec.structs.replace(meant, fp8=Fp8Version()), "keep")
-            answer = await collect(engine, ask("b", max_tokens=5))
-            assert answer.versions == [1]
-            expected = gathered(reference_logits(reference, ask("b"), answer), answer.tokens)
-            assert abs(answer.logprobs - expected).max() < 1e-3
-
-    asyncio.run(scenario())
