@@ -215,6 +215,14 @@ def test_a_checkpoint_becomes_the_blocks_that_the_trainer_publishes(tmp_path: Pa
             torch.testing.assert_close(dequantize(Quantized(found[name], scales, WEIGHT_BLOCK)), meant, rtol=0, atol=0)
 
 
+def test_a_drafting_head_is_read_as_it_is(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    config: Any = SimpleNamespace(model=str(tmp_path), revision=None, hf_config=SimpleNamespace())
+    found = dict(BlockLoader(LoadConfig(load_format=BLOCKS)).get_all_weights(config, nn.Linear(1, 1)))
+    assert "model.layers.0.mlp.up_proj.weight" in found
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+
+
 @needs_vllm
 def test_an_engine_changes_its_scales_only_where_it_must(tmp_path: Path) -> None:
     from asyncrl.engines.vllm.engine import VllmEngine as Vllm

@@ -1,8 +1,8 @@
 """Inside vLLM's worker process: what of its model is in FP8, the scales of its cache, and a product after each update.
 
 vLLM reloads a model layer by layer and makes of the published weights what its kernels multiply with. Where that goes
-wrong, as it did after upgrades, text is wrong and nothing raises. So each version is held against what was published:
-names before anything is loaded, products of one layer before a token is sampled.
+wrong, text is wrong and nothing raises. So each version is held against what was published: names before anything is
+loaded, products of one layer before a token is sampled.
 
 Axis suffixes: N rows, O outputs, I inputs.
 """

@@ -27,10 +27,11 @@ class BlockLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, Tensor], None, None]:
-        kept = set(model_config.hf_config.quantization_config["ignored_layers"])
+        blocks: dict[str, list[str]] | None = getattr(model_config.hf_config, "quantization_config", None)
         device = next(model.parameters()).device
         for name, tensor in super().get_all_weights(model_config, model):
-            if PROJECTION.fullmatch(name) is None or name.removesuffix(".weight") in kept:
+            plain = blocks is None or name.removesuffix(".weight") in blocks["ignored_layers"]  # None: a drafting head
+            if plain or PROJECTION.fullmatch(name) is None:
                 yield name, tensor
                 continue
             found = quantize(tensor.to(device), WEIGHT_BLOCK, name=name)
