@@ -1,7 +1,7 @@
 """Rollouts in FP8 against bf16, the same engine on this GPU in one run: many short texts, and few long ones.
 
     python -m benchmarks.fp8_speed [--shape qwen3-8b] [--engines native vllm] [--precisions bf16 fp8_full]
-        [--short 256 256] [--long 24 16384] [--tokens 192] [--out FILE]
+        [--short 256 256] [--long 24 16384] [--tokens 192] [--quantization fp8_per_block] [--out FILE]
 
 `--short` and `--long` are a batch and the length of its prompts. All prompts are computed first; then the time is taken
 in which every answer grows by `--tokens`, the same work for both precisions. Prompts are random and share nothing. A

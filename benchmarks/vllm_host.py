@@ -3,9 +3,9 @@
     python -m benchmarks.vllm_host [--shape qwen3-0.6b] [--requests 256] [--tokens 100]
 
 Tokens of all requests pass through two processes: vLLM's engine process, which schedules, launches and sends, and ours,
-which reads. Both are Python, so in each the threads add up. A larger model is decoded at this rate at most, however
-fast the GPU is. The model is the quickstart's; `--shape` expands it, for a GPU. On a CPU vLLM has its model in a third
-process, for which the main thread of the engine process waits in a loop.
+which reads. Both are Python, so in each the threads add up. A larger model is decoded at about this rate at most,
+however fast the GPU is. The model is the quickstart's; `--shape` expands it, for a GPU. On a CPU vLLM has its model in
+a third process, for which the main thread of the engine process waits in a loop.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """How long requests wait while an engine takes new weights, and how fast it generates in between.
 
     python -m benchmarks.weight_update [--engine native|vllm] [--precision bf16|fp8|fp8_kv|fp8_full]
-        [--shape qwen3-0.6b] [--requests 64] [--updates 20]
+        [--shape qwen3-0.6b] [--requests 64] [--updates 20] [--quantization fp8_per_block]
 
 The trainer's weights lie on the same GPU, in another process (CUDA IPC), or in shared memory where there is no GPU. The
 pause is the longest time without a new token of any request around an update, seen by the readers of the answers;

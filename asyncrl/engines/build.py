@@ -1,6 +1,7 @@
 """From settings to an engine. Each engine is imported only when chosen."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,33 +23,18 @@ def build_engine(
 ) -> Engine:
     """`tap`: where hidden states for a drafter go (native engine on a CPU); `learned` by an engine before this one."""
     match run.engine:
-        case NativeEngine():
-            from asyncrl.engines.native.build import build_native
-
-            return build_native(
-                model_path,
-                run.engine,
-                run.drafter,
-                name=name,
-                precision=run.rollout.precision,
-                fp8=run.rollout.fp8,
-                tap=tap,
-                learned=learned,
-            )
-        case VllmEngine():
-            return build_vllm(
-                model_path,
-                run.engine,
-                run.drafter,
-                name=name,
-                precision=run.rollout.precision,
-                fp8=run.rollout.fp8,
-                learned=learned,
-            )
         case FakeEngine():
             from asyncrl.engines.fake import FakeEngine as Fake
 
             return Fake(run.engine, name=name)
+        case NativeEngine():
+            from asyncrl.engines.native.build import build_native
+
+            build = partial(build_native, model_path, run.engine, tap=tap)
+        case VllmEngine():
+            build = partial(build_vllm, model_path, run.engine)
+    precision, fp8 = run.rollout.precision, run.rollout.fp8
+    return build(run.drafter, name=name, precision=precision, fp8=fp8, learned=learned)
 
 
 def takes_adapters(run: Run) -> bool:

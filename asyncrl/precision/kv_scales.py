@@ -11,7 +11,7 @@ Axis suffixes: L layers, X queries, keys and values, T tokens.
 """
 
 from collections.abc import Callable, Sequence
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import cast
 
 import numpy as np
@@ -102,6 +102,11 @@ def settled(used: Sequence[LayerScales], needed: Sequence[LayerScales]) -> tuple
 
 
 def _settled(old: float, new: float) -> float:
+    if not 0 < new < inf:
+        raise WeightSyncError(
+            f"a scale of {new} for queries, keys or values cannot be: training has diverged; go back to a checkpoint "
+            "before it and lower trainer.lr"
+        )
     return old if new <= old <= ROOM * new else 2.0 ** ceil(log2(new))
 
 

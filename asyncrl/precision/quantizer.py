@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asyncrl.errors import DivergenceError
+from asyncrl.precision.settings import SIDE
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-SIDE = 128
 WEIGHT_BLOCK, ACTIVATION_BLOCK = (SIDE, SIDE), (1, SIDE)
 
 

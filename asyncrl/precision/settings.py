@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp8", "fp8_kv", "fp8_full"]
 SIDE = 128
-"""Of a block of weights."""
+"""Of a block of weights, and the length of one of activations."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8", "fp8_kv", "fp8_full")
 NO_QK_NORM = (
     "keys and values in FP8 need a model with QK-norm, and this one has none: its keys have outliers that take the "

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.errors import WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.precision.kv_scales import LayerScales, measure, scales_of, settled
 from asyncrl.training.working import WorkingCopy
@@ -44,6 +45,12 @@ def test_scales_in_use_stay_while_they_fit(needed: list[LayerScales], data: st.D
 
 def test_settled_scales_by_hand() -> None:
     assert settled([(1.0, 1.0, 1.0)], [(0.3, 0.2, 1.01)]) == ((1.0, 0.25, 2.0),)
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 0.0])
+def test_a_scale_that_is_none_is_refused(scale: float) -> None:
+    with pytest.raises(WeightSyncError, match=rf"a scale of {scale} for .* training has diverged"):
+        settled([(1.0, 1.0, 1.0)], [(1.0, scale, 1.0)])
 
 
 def test_samples_do_not_see_each_other(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class InFp8:
             yield name, tensor
 
     def _expect(self, name: str, weight_O_I: Tensor) -> None:
-        self._expected[name] = _input(weight_O_I) @ weight_O_I.to(torch.bfloat16).t()
+        self._expected[name] = _input(weight_O_I.shape[1], weight_O_I.device) @ weight_O_I.to(torch.bfloat16).t()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -115,12 +115,12 @@ class InFp8:
         names, gaps = list[str](), list[Tensor]()
         for parts, module in self._modules.items():
             expected_N_O = torch.cat([self._expected[part] for part in parts], 1).float()
-            x_N_I = fixed_input(module.input_size).to(expected_N_O.device, torch.bfloat16)
-            gaps.append(relative_gap(module.quant_method.apply(module, x_N_I).float(), expected_N_O))
+            found_N_O = module.quant_method.apply(module, _input(module.input_size, expected_N_O.device))
+            gaps.append(relative_gap(found_N_O.float(), expected_N_O))
             names.append(" and ".join(parts))
         for name, gap in zip(names, torch.stack(gaps).tolist() if gaps else [], strict=True):
             check_gap(name, gap, self._who, ALLOWED)
 
 
-def _input(weight_O_I: Tensor) -> Tensor:
-    return fixed_input(weight_O_I.shape[1]).to(weight_O_I.device, torch.bfloat16)
+def _input(inputs: int, device: torch.device) -> Tensor:
+    return fixed_input(inputs).to(device, torch.bfloat16)
