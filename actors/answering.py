@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import xxhash
 
 from actors.reward import RewardActor
 from asyncrl.config import Run
 from asyncrl.data.tokenizer import Tokenizer
 from asyncrl.engines.base import Engine
 from asyncrl.environments.base import Conversation
+from asyncrl.random_streams import random_stream
 from asyncrl.rewards.base import RewardFailure, RewardInput
 from asyncrl.types import GIVEN, Finish, Prompt, Request, Segment, Slot
 
@@ -162,8 +162,3 @@ def _turn(opening: Request, segments: tuple[Segment, ...]) -> Request:
         seed=random_stream(opening.seed, number) if number else opening.seed,
         resumed=len(said) - before,
     )
-
-
-def random_stream(*parts: int | str) -> int:
-    """A random stream of its own for each sample, the same in every attempt."""
-    return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode())

@@ -5,15 +5,15 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.answering import random_stream
+from actors.background import notice
 from actors.drafter import DrafterActor
-from actors.outbox import notice
 from asyncrl.config import Run
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.tapping import RolloutTap
 from asyncrl.drafting.windows import Window, encode
 from asyncrl.models.config import read_config
+from asyncrl.random_streams import random_stream
 from asyncrl.types import Request, Trajectory
 
 

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Mapping
 
+from actors.background import notice
 from actors.buffer import BufferActor
-from actors.outbox import notice
 from asyncrl.flow.gathering import GATHER_SECONDS
 from asyncrl.types import Segment, Slot
 

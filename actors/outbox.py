@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from actors.background import notice
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from asyncrl.data.arrow import encode
@@ -88,9 +88,3 @@ class Outbox:
 
 def _sample(judged: RewardInput, trajectory: Trajectory, reward: float | Score) -> Sample:
     return Sample(judged.prompt, judged.completion, judged.answer, rewarded(trajectory, reward), judged.turns)
-
-
-def notice(task: "asyncio.Task[Any]") -> None:
-    """Look at a failure even if everyone who waited for it was cancelled by another one, which then is reported."""
-    if not task.cancelled():
-        task.exception()

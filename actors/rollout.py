@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.answering import Answer, Answering, random_stream
+from actors.answering import Answer, Answering
 from actors.asked import Asked, batches, encode
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
@@ -31,6 +31,7 @@ from asyncrl.engines.cooperative import turns
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.flow.gathering import gather_seconds
 from asyncrl.precision.settings import served_precision
+from asyncrl.random_streams import random_stream
 from asyncrl.rewards.base import RewardFailure, RewardResult
 from asyncrl.rewards.score import Score
 from asyncrl.stalls.activity import RolloutActivity

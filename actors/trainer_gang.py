@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
+from actors.background import notice
 from actors.buffer import BufferActor
 from actors.drafter import DrafterActor
-from actors.outbox import notice
 from actors.scheduling import Resources, own_address
 from actors.spawn import Spawner, StandIn, itself
 from actors.trainer import Accumulated, TrainerActor

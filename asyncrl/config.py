@@ -10,13 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.algorithms.settings import Algorithm, Correction, Grpo, Importance, Ppo, ReinforcePp
+from asyncrl.config_placement import Placement
 from asyncrl.drafting.settings import DrafterSettings, NoDrafter, from_rollouts
 from asyncrl.engines.settings import EngineSettings, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.environments.settings import Environment, check_environment
 from asyncrl.errors import ConfigError
 from asyncrl.flow.elastic_settings import Concurrency, Elastic, check_pool
 from asyncrl.flow.settings import FixedStaleness, StalenessControl
-from asyncrl.placement import Placement
 from asyncrl.precision.settings import RolloutPrecision, check_precision
 from asyncrl.refusals import explain, unknown_keys
 from asyncrl.rewards.settings import Reward as Reward

@@ -7,46 +7,20 @@ by the other; a cluster without them, such as a laptop, is used as it is.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import floor
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
+from asyncrl.config_placement import Role
 from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.engines.settings import FakeEngine, NativeEngine, VllmEngine
-from asyncrl.settings import AboveZero, NonNegative, Settings
 
 if TYPE_CHECKING:
     from asyncrl.config import Run
 
 TRAINER_SLOT, ROLLOUT_SLOT = "trainer_slot", "rollout_slot"
 CPU, GPU = "CPU", "GPU"
-Auto = Literal["auto"]
 ROUNDING = 1e-9
-
-
-class Role(Settings, frozen=True):
-    """What one process of a role takes from the machine that it is placed on."""
-
-    cpus: NonNegative | Auto = "auto"
-    """`auto` is 1 for those who compute and 0 for those who only hand things on."""
-    gpus: NonNegative | Auto = "auto"
-    """`auto`: on a cluster with several GPUs each rank of the trainer and each engine has its own, an engine as many as
-    `engine.tensor_parallel`; on one machine they share the card."""
-    resources: dict[str, AboveZero] = msgspec.field(default_factory=dict[str, float])
-    """Custom resources of Ray, by name: `placement.rollout.resources.rollout_slot=1`."""
-
-
-class Placement(Settings, frozen=True):
-    """What each role takes. How many there are: `rollout.replicas`, `trainer.ranks`, and one of the others."""
-
-    rollout: Role = Role()
-    trainer: Role = Role()
-    buffer: Role = Role()
-    reward: Role = Role()
-    drafter: Role = Role()
-    wait_s: NonNegative = 0.0
-    """For a cluster to bring what it lacks at the start. 0 refuses what it cannot be known to bring: the limits of an
-    autoscaler are known from the file that `ray up` leaves on the head node."""
+HERE = ("local", "inprocess")
+"""Values of `cluster` that stay on this machine."""
 
 
 class Demand(NamedTuple):

@@ -11,9 +11,8 @@ import sys
 from asyncrl.config import Reward
 from asyncrl.rewards.base import RewardInput, RewardResult
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.sandbox.base import Limits
-from asyncrl.tasks.base import make_task
-from asyncrl.tasks.settings import CodeTask
+from asyncrl.tasks.registry import make_task
+from asyncrl.tasks.settings import CodeTask, Limits
 
 PROBLEMS = {
     "Print the sum of the numbers read.": [{"stdin": "1 2\n", "stdout": "3"}, {"stdin": "", "stdout": "0"}],

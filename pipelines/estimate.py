@@ -15,8 +15,9 @@ from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.precision.memory import footprint
 from asyncrl.precision.settings import carrier, travels_in_fp8
 from asyncrl.simulation.outcome import Rates
-from asyncrl.tasks.base import Split, make_task
+from asyncrl.tasks.base import Split
 from asyncrl.tasks.chains import CHARACTERS, draw_chain
+from asyncrl.tasks.registry import make_task
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.memory import FLOAT, Batch, engine_share, parameters, recomputes, training_memory
 from asyncrl.types import Prompt

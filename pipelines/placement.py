@@ -14,9 +14,8 @@ from actors.spawn import cluster
 from asyncrl.config import Run
 from asyncrl.devices import gpu_count
 from asyncrl.errors import ConfigError
-from asyncrl.placement import CPU, GPU, Offer, arriving, demands, in_words, needed, spans_machines
+from asyncrl.placement import CPU, GPU, HERE, Offer, arriving, demands, in_words, needed, spans_machines
 
-HERE = ("local", "inprocess")
 BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """Where `ray up` leaves the cluster's file on its head node."""
 

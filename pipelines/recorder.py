@@ -24,11 +24,11 @@ from asyncrl.drafting.settings import NoDrafter
 from asyncrl.errors import ActorError
 from asyncrl.flow.controller import Decision
 from asyncrl.insight.environment import resident_bytes
+from asyncrl.placement import HERE
 from asyncrl.rundir import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
 from asyncrl.types import EngineStats
 from pipelines.evaluate import Scores
-from pipelines.placement import HERE
 from pipelines.progress import Progress
 from pipelines.tracking import trackers
 

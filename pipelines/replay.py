@@ -27,7 +27,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import save_model
 from asyncrl.rewards.pool import check_function
 from asyncrl.rundir import RunDirectory, replace
-from asyncrl.tasks.base import make_task
+from asyncrl.tasks.registry import make_task
 from asyncrl.training import checkpoint
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport

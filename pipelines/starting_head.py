@@ -9,7 +9,7 @@ from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
 from asyncrl.rundir import RunDirectory
 
 
-def prepare(run: Run, directory: RunDirectory, model_path: Path) -> Run:
+def prepare_head(run: Run, directory: RunDirectory, model_path: Path) -> Run:
     """The run with the path of a head that is there; it lies with the run, where its drafter saves the trained one."""
     drafter = run.drafter
     if not isinstance(drafter, EagleDrafter | Eagle3Drafter):

@@ -12,7 +12,7 @@ Cells = Sequence[str]
 def draw(names: Cells, rows: Sequence[Cells], width: int) -> Iterator[str]:
     """Its lines. Columns get narrower, the widest first, until it fits; what does not fit in a cell is folded."""
     columns = zip(names, *rows, strict=True)
-    widths = _fit([max(map(_width, column)) for column in columns], width - 3 * len(names) - 1)
+    widths = _fit([max(map(_display_width, column)) for column in columns], width - 3 * len(names) - 1)
     yield _rule("┏━┳┓", widths)
     yield from _row("┃", names, widths)
     yield _rule("┡━╇┩", widths)
@@ -36,18 +36,18 @@ def _rule(letters: str, widths: Sequence[int]) -> str:
 def _row(bar: str, cells: Cells, widths: Sequence[int]) -> Iterator[str]:
     folded = [_fold(cell, width) for cell, width in zip(cells, widths, strict=True)]
     for parts in zip_longest(*folded, fillvalue=""):
-        padded = [part + " " * (width - _width(part)) for part, width in zip(parts, widths, strict=True)]
+        padded = [part + " " * (width - _display_width(part)) for part, width in zip(parts, widths, strict=True)]
         yield f"{bar} {f' {bar} '.join(padded)} {bar}"
 
 
 def _fold(cell: str, width: int) -> list[str]:
-    if _width(cell) <= width:
+    if _display_width(cell) <= width:
         return [cell]
     letters = width if cell.isascii() else width // 2  # each of the others may be two columns wide
     return [cell[i : i + letters] for i in range(0, len(cell), letters)]
 
 
-def _width(text: str) -> int:
+def _display_width(text: str) -> int:
     """Columns of a terminal."""
     if text.isascii():
         return len(text)

@@ -11,11 +11,11 @@ from actors.spawn import Spawner, cluster
 from asyncrl.config import Checkpoint, Run, WarmStart
 from asyncrl.errors import ActorError, AsyncRLError, ConfigError, Fp8Error, MissingDependencyError
 from asyncrl.insight.environment import environment
-from asyncrl.placement import CPU, Offer
+from asyncrl.placement import CPU, HERE, Offer
 from asyncrl.precision.settings import without_fp8
 from asyncrl.rundir import RunDirectory, owner_only, replace
 from asyncrl.stalls.prompts import Announced
-from asyncrl.tasks.base import make_task
+from asyncrl.tasks.registry import make_task
 from asyncrl.tracking import settings as tracking
 from asyncrl.training import checkpoint
 from pipelines import placement, starting_head, summary
@@ -58,7 +58,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
         attempt.recorder.event("environment", found=environment())
         try:
             model_path = _model(run, directory, progress)
-            run = starting_head.prepare(run, directory, model_path)
+            run = starting_head.prepare_head(run, directory, model_path)
             watchdog = Watchdog(
                 run,
                 directory,
@@ -68,7 +68,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
             )
             cpus = placement.here(run).total[CPU]
             with watchdog, cluster(run.cluster, cpus=cpus) as spawner:
-                offer = placement.here(run) if run.cluster in placement.HERE else placement.offered()
+                offer = placement.here(run) if run.cluster in HERE else placement.offered()
                 if coming := placement.awaited(run, offer):
                     progress.say(f"the cluster is to bring {coming} more")
                 run = placement.settled(run, offer)

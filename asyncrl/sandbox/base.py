@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.settings import AboveZero, Positive, Settings
-
 START_S = 30.0
 """Until the interpreter inside answers. The program's own time begins then, so a busy machine costs it nothing."""
 END_S = 10.0
@@ -16,23 +14,6 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """All of it. The same program must print the same twice, also what depends on the order of a set."""
 
 WAY_AROUND = "or give reward.allow_unsafe_exec=true, with which it can do all that you can do"
-
-
-class Limits(Settings, frozen=True):
-    """What one program may use. Memory and time are of each process; the wall clock and the disk are of all of them."""
-
-    wall_s: AboveZero = 10.0
-    """For all inputs of a program together; then everything in the sandbox is killed."""
-    cpu_s: Positive = 2
-    """Seconds of CPU for each input."""
-    memory_bytes: Positive = 512 << 20
-    """Address space."""
-    processes: Positive = 8
-    """At a time, threads included."""
-    output_bytes: Positive = 1 << 20
-    """What is kept of each input's output; also the size of the largest file it can write."""
-    disk_bytes: Positive = 64 << 20
-    """All files together; they are in memory."""
 
 
 class Input(msgspec.Struct, frozen=True):

@@ -13,10 +13,10 @@ from asyncrl.types import Prompt
 
 class Dataset(Rows):
     def __init__(self, settings: DatasetTask, seed: int) -> None:
-        super().__init__(_read(settings), settings.held_out, seed, settings.name)
+        super().__init__(_read_dataset(settings), settings.held_out, seed, settings.name)
 
 
-def _read(settings: DatasetTask) -> list[Prompt]:
+def _read_dataset(settings: DatasetTask) -> list[Prompt]:
     data = _split(settings, _load(settings))
     try:
         columns = check_columns(settings, data.column_names)

@@ -16,10 +16,10 @@ pa, pq = cast(Any, pyarrow), cast(Any, parquet)  # their type stubs are incomple
 
 class Parquet(Rows):
     def __init__(self, settings: ParquetTask, seed: int) -> None:
-        super().__init__(_read(settings), settings.held_out, seed, settings.path)
+        super().__init__(_read_parquet(settings), settings.held_out, seed, settings.path)
 
 
-def _read(settings: ParquetTask) -> list[Prompt]:
+def _read_parquet(settings: ParquetTask) -> list[Prompt]:
     path = Path(settings.path).expanduser()
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:

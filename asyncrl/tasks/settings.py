@@ -6,8 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.errors import ConfigError
-from asyncrl.sandbox.base import Limits
-from asyncrl.settings import Natural, NonNegative, Settings
+from asyncrl.settings import AboveZero, Natural, NonNegative, Positive, Settings
 
 
 class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
@@ -73,6 +72,23 @@ class PythonTask(Settings, frozen=True, tag_field="type", tag="python"):
     (text, answer) pairs, {prompt, answer} mappings or Prompts."""
     held_out: HeldOut = 0.05
     """Share kept for evaluation; of what has no length one text in eight is kept."""
+
+
+class Limits(Settings, frozen=True):
+    """What one program may use. Memory and time are of each process; the wall clock and the disk are of all of them."""
+
+    wall_s: AboveZero = 10.0
+    """For all inputs of a program together; then everything in the sandbox is killed."""
+    cpu_s: Positive = 2
+    """Seconds of CPU for each input."""
+    memory_bytes: Positive = 512 << 20
+    """Address space."""
+    processes: Positive = 8
+    """At a time, threads included."""
+    output_bytes: Positive = 1 << 20
+    """What is kept of each input's output; also the size of the largest file it can write."""
+    disk_bytes: Positive = 64 << 20
+    """All files together; they are in memory."""
 
 
 class CodeTask(Settings, frozen=True, tag_field="type", tag="code"):

@@ -17,7 +17,7 @@ from asyncrl.training.shards import TensorFiles, read_rows
 FOLDER = "adapter"
 
 
-def save(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
+def save_adapters(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
     """Every rank has to come here; the first one writes."""
     found: dict[str, Tensor] = {}
     for own, (part,) in lora.adapter_parts(learner.model):
@@ -30,7 +30,7 @@ def save(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
         (folder / lora.CONFIG).write_text(lora.peft_config(settings, base))
 
 
-def restore(learner: Learner, checkpoint: Path) -> None:
+def restore_adapters(learner: Learner, checkpoint: Path) -> None:
     path = checkpoint / FOLDER / lora.WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{checkpoint} holds no adapters: it was not written with trainer.lora.rank")

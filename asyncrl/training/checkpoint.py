@@ -71,7 +71,7 @@ def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model
     else:
         _write(learner, scratch)
     if learner.lora.rank:
-        adapter_files.save(learner, scratch, learner.lora, model_path)
+        adapter_files.save_adapters(learner, scratch, learner.lora, model_path)
     if ranks.rank == 0:
         seen = learner.caution.least
         manifest = msgspec.structs.replace(manifest, least_drift=seen if math.isfinite(seen) else None)
@@ -137,7 +137,7 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     manifest = read_manifest(checkpoint)
     learner.settle()
     if learner.lora.rank:
-        adapter_files.restore(learner, checkpoint)
+        adapter_files.restore_adapters(learner, checkpoint)
     elif (checkpoint / adapter_files.FOLDER).exists():
         raise CheckpointError(f"{checkpoint} was written with trainer.lora.rank, which this run has not set")
     else:

@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def write(learner: Learner, directory: Path) -> None:
     """This rank's files; CheckpointError, on every rank, if one cannot write its own."""
     ranks, problem = learner.ranks, ""
-    for stem, tensors in _files(learner):
+    for stem, tensors in _shard_files(learner):
         try:
             save_file(tensors, directory / _name(stem, ranks.rank, ranks.world), metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
@@ -42,7 +42,7 @@ def _name(stem: str, rank: int, world: int) -> str:
     return f"{stem}-{rank + 1:05}-of-{world:05}.safetensors"
 
 
-def _files(learner: Learner) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _shard_files(learner: Learner) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Gathered when asked for, so that one file's tensors are here at a time."""
     ranks, model = learner.ranks, learner.model
     yield "model", _weights(learner)

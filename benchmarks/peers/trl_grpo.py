@@ -145,7 +145,7 @@ def their_arguments(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def task_of(setting: Setting) -> tuple[Any, Judge]:
-    from asyncrl.tasks.base import make_task
+    from asyncrl.tasks.registry import make_task
 
     if not setting.on_gpu:
         from asyncrl.tasks.chains import reward

@@ -7,7 +7,7 @@ import pytest
 
 from actors.rollout import Judged, RolloutActor
 from asyncrl.config import Evaluation, Run
-from asyncrl.tasks.base import make_task
+from asyncrl.tasks.registry import make_task
 from asyncrl.tasks.settings import ChainsTask
 from asyncrl.types import Prompt
 from pipelines.evaluate import Scores, evaluate

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.reader import read_run
-from asyncrl.tasks.base import make_task
+from asyncrl.tasks.registry import make_task
 from pipelines.compose import compose
 from pipelines.plan import problems
 from pipelines.train import train

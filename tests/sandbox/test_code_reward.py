@@ -17,11 +17,11 @@ from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.base import RewardResult
 from asyncrl.rewards.score import Score
-from asyncrl.sandbox.base import Limits, Output
+from asyncrl.sandbox.base import Output
 from asyncrl.sandbox.sandbox import Sandbox
-from asyncrl.tasks.base import make_task
 from asyncrl.tasks.code import Problem, Test
-from asyncrl.tasks.settings import CodeTask
+from asyncrl.tasks.registry import make_task
+from asyncrl.tasks.settings import CodeTask, Limits
 from examples import own_code
 
 REWARD, PARTIAL = "asyncrl.rewards.code:reward", "asyncrl.rewards.code:partial_reward"

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.sandbox.base import Input, Limits, Output
+from asyncrl.sandbox.base import Input, Output
 from asyncrl.sandbox.sandbox import Sandbox
+from asyncrl.tasks.settings import Limits
 from tests.sandbox.outside import Watch, alive, descendants, processes_called, wait_until
 
 DEFAULT = Limits()

@@ -11,8 +11,9 @@ import pytest
 from asyncrl.config import Reward
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.rewards.pool import check_function
-from asyncrl.sandbox.base import Input, Limits, Output
+from asyncrl.sandbox.base import Input, Output
 from asyncrl.sandbox.sandbox import Sandbox
+from asyncrl.tasks.settings import Limits
 from tests.sandbox.outside import descendants
 
 LIMITS = Limits()

@@ -12,7 +12,7 @@ import pytest
 from trl import GRPOConfig
 
 from asyncrl.functions import load_function
-from asyncrl.tasks.base import make_task
+from asyncrl.tasks.registry import make_task
 from benchmarks import fp8, lists, longtail, weight_update
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.tasks.base import make_task
 from asyncrl.tasks.chains import CHARACTERS, Chain, Chains, graded_reward, reward
+from asyncrl.tasks.registry import make_task
 from asyncrl.tasks.settings import ChainsTask
 
 PROMPT, ANSWER = "a3b+2c-1=", "a3b+25c-14$"

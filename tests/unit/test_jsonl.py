@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.base import make_task
 from asyncrl.tasks.jsonl import Jsonl
+from asyncrl.tasks.registry import make_task
 from asyncrl.tasks.settings import JsonlTask
 
 

@@ -15,7 +15,7 @@ from asyncrl.config import Rollout
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.functions import keep_here
-from asyncrl.tasks.base import make_task
+from asyncrl.tasks.registry import make_task
 from asyncrl.tasks.settings import DatasetTask, JsonlTask, ParquetTask, PythonTask, TaskSettings
 from tests.tiny_chat import chat_ids, save_chat_tokenizer
 

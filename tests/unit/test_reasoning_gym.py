@@ -14,8 +14,9 @@ from asyncrl.rewards.base import RewardFailure, RewardInput
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.worker import judge
 from asyncrl.tasks import reasoning_gym
-from asyncrl.tasks.base import Split, make_task
+from asyncrl.tasks.base import Split
 from asyncrl.tasks.reasoning_gym import graded_reward, reward
+from asyncrl.tasks.registry import make_task
 from asyncrl.tasks.settings import ReasoningGymTask
 
 SUMS = ReasoningGymTask(dataset="chain_sum", options={"max_terms": 2, "max_digits": 1})

@@ -21,9 +21,9 @@ from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
 from asyncrl.engines.native.scheduler import Scheduler
 from asyncrl.engines.native.slots import SlotTable
-from asyncrl.engines.native.speculation.build import build_source, no_head, spare_slots
+from asyncrl.engines.native.speculation.build import no_head, spare_slots
 from asyncrl.engines.native.speculation.drafts import DraftTable
-from asyncrl.engines.native.speculation.heads import HeadSource
+from asyncrl.engines.native.speculation.heads import HeadSource, build_source
 from asyncrl.engines.native.speculation.source import Chooser
 from asyncrl.engines.native.speculation.speculator import Speculator
 from asyncrl.engines.settings import NativeEngine as Settings

@@ -7,8 +7,7 @@ from asyncrl.drafting.settings import DrafterSettings, Strategy
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.engines.native.slots import Ended, SlotTable
 from asyncrl.engines.native.speculation.build import build_chooser
-from asyncrl.engines.native.speculation.source import Chooser, Forceable
-from asyncrl.engines.native.speculation.speculator import Tally
+from asyncrl.engines.native.speculation.source import Chooser, Forceable, Tally
 from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.types import EngineStats, Request, Segment

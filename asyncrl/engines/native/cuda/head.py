@@ -11,13 +11,14 @@ from torch import Tensor
 
 from asyncrl.drafting.heads import Head
 from asyncrl.engines.native.cuda.kernels.shapes import Kv, Queries
-from asyncrl.engines.native.cuda.model import Block, CudaModel, fp32_logits
+from asyncrl.engines.native.cuda.model import Block as ModelBlock
+from asyncrl.engines.native.cuda.model import CudaModel, fp32_logits
 
 
 class CudaHead:
     def __init__(self, head: Head, target: CudaModel) -> None:
         self._target = target
-        self._block = Block.of({name: each.detach() for name, each in head.named_parameters()})
+        self._block = ModelBlock.of({name: each.detach() for name, each in head.named_parameters()})
         self._fc = head.fc.weight.detach().t()
         norms = head.embedding_norm, head.feature_norm, head.norm
         self._norms = [norm.detach() for norm in norms if norm is not None]

@@ -12,7 +12,7 @@ from asyncrl.engines.native.slots import Ended, SlotTable
 from asyncrl.engines.native.speculation.build import has_trees, possible_strategies
 from asyncrl.engines.native.speculation.drafts import DraftTable
 from asyncrl.engines.native.speculation.ngram import Ngram
-from asyncrl.engines.native.speculation.speculator import Tally
+from asyncrl.engines.native.speculation.source import Tally
 from asyncrl.engines.native.speculation.verify import Verdict
 from asyncrl.errors import EngineError
 

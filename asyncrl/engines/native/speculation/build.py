@@ -8,18 +8,12 @@ from asyncrl.drafting.checkpoint import fresh_head, load_head
 from asyncrl.drafting.heads import Head
 from asyncrl.drafting.settings import (
     DrafterSettings,
-    Drafting,
     Eagle3Drafter,
     EagleDrafter,
-    NgramDrafter,
     NoDrafter,
     Strategy,
 )
-from asyncrl.engines.native.decoding import Policy
-from asyncrl.engines.native.speculation.heads import HeadSource
-from asyncrl.engines.native.speculation.ngram import Ngram
 from asyncrl.engines.native.speculation.source import Always, Chooser
-from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.models.config import ModelConfig
 
 FRESH_SEED = 0
@@ -51,17 +45,6 @@ def no_head(engine: str, drafter: DrafterSettings) -> str:
     return (
         f"engine {engine} has no drafting head, as drafter={drafter.__struct_config__.tag}; use drafter=eagle or eagle3"
     )
-
-
-def build_source(drafter: Drafting, policy: Policy, settings: Settings) -> Ngram | HeadSource:
-    match drafter:
-        case NgramDrafter():
-            return Ngram(drafter)
-        case EagleDrafter() | Eagle3Drafter():
-            head = build_head(drafter, policy.config)
-            return HeadSource(head, policy, settings.max_batch, settings.max_length + spare_slots(drafter))
-        case _:
-            raise AssertionError(f"no source for {drafter!r}")
 
 
 def build_chooser(drafter: DrafterSettings, learned: Sequence[Range] = ()) -> Chooser:

@@ -17,15 +17,18 @@ from torch.nn import functional as F
 
 from asyncrl.drafting.checkpoint import head_tensors
 from asyncrl.drafting.heads import Head
-from asyncrl.drafting.settings import Strategy
+from asyncrl.drafting.settings import Drafting, Eagle3Drafter, EagleDrafter, NgramDrafter, Strategy
 from asyncrl.engines.native.cache import Branches, KvCache, Layout
 from asyncrl.engines.native.decoding import Policy
 from asyncrl.engines.native.layout import store_by_columns
 from asyncrl.engines.native.published import Receiver, load_published
 from asyncrl.engines.native.sampling import Column, Purpose, choose
 from asyncrl.engines.native.slots import SlotTable
+from asyncrl.engines.native.speculation.build import build_head, spare_slots
+from asyncrl.engines.native.speculation.ngram import Ngram
 from asyncrl.engines.native.speculation.source import Seen, Taps
 from asyncrl.engines.native.speculation.tree import Tree
+from asyncrl.engines.settings import NativeEngine
 from asyncrl.models.rope import computed_rotation
 from asyncrl.types import WeightManifest
 
@@ -148,3 +151,14 @@ def _descend(seen_N_F_X: Column, parent_N_K: Column) -> Column:
     inherited = np.take_along_axis(seen_N_F_X, parent_N_K[:, :, None], 1)
     own = np.broadcast_to(np.eye(width, dtype=np.bool_), (rows, width, width))
     return np.concatenate([inherited, own], 2)
+
+
+def build_source(drafter: Drafting, policy: Policy, settings: NativeEngine) -> Ngram | HeadSource:
+    match drafter:
+        case NgramDrafter():
+            return Ngram(drafter)
+        case EagleDrafter() | Eagle3Drafter():
+            head = build_head(drafter, policy.config)
+            return HeadSource(head, policy, settings.max_batch, settings.max_length + spare_slots(drafter))
+        case _:
+            raise AssertionError(f"no source for {drafter!r}")

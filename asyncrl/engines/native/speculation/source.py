@@ -1,15 +1,18 @@
 """Where drafts come from."""
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from asyncrl.drafting.bandit import Bandit, Range
 from asyncrl.drafting.settings import Strategy
-from asyncrl.engines.native.cache import Layout
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.slots import SlotTable
 from asyncrl.types import SpeculationArm
+
+if TYPE_CHECKING:
+    from asyncrl.engines.native.cache import Layout
 
 Taps = tuple[int, ...]
 
@@ -17,7 +20,7 @@ Taps = tuple[int, ...]
 class Seen(NamedTuple):
     """What a step has computed, after its tokens were recorded: each row's accepted columns lie first, in order."""
 
-    layout: Layout
+    layout: "Layout"
     """Of a chain, whatever was drafted."""
     start_N: Column
     """Computed tokens of each row before the step."""
@@ -76,3 +79,21 @@ class Forceable:
 
     def learned(self) -> list[Range]:
         return self._chooser.state() if isinstance(self._chooser, Bandit) else []
+
+
+class Tally:
+    """Sums since the start of the engine."""
+
+    def __init__(self) -> None:
+        self.drafts = self.drafted_tokens = 0
+        self.accepted: list[int] = []
+        """Accepted tokens by their position in the draft."""
+
+    def add(self, drafted_N: Column, accepted_N: Column) -> None:
+        self.drafts += int((drafted_N > 0).sum())
+        self.drafted_tokens += int(drafted_N.sum())
+        rows_by_accepted: list[int] = np.bincount(accepted_N).tolist()
+        self.accepted += [0] * (len(rows_by_accepted) - 1 - len(self.accepted))
+        for accepted, rows in enumerate(rows_by_accepted):
+            for position in range(accepted):
+                self.accepted[position] += rows

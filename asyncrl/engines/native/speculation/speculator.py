@@ -14,29 +14,11 @@ from torch import Tensor
 
 from asyncrl.drafting.bandit import PLAIN
 from asyncrl.engines.native.decoding import Decoding, Outcome, States
-from asyncrl.engines.native.sampling import Column, Purpose
+from asyncrl.engines.native.sampling import Purpose
 from asyncrl.engines.native.scheduler import Scheduler, Step
 from asyncrl.engines.native.speculation.drafts import DraftTable
-from asyncrl.engines.native.speculation.source import Chooser, Seen, Source
+from asyncrl.engines.native.speculation.source import Chooser, Seen, Source, Tally
 from asyncrl.engines.native.speculation.verify import Drafted, Uniforms, Verdict, verify
-
-
-class Tally:
-    """Sums since the start of the engine."""
-
-    def __init__(self) -> None:
-        self.drafts = self.drafted_tokens = 0
-        self.accepted: list[int] = []
-        """Accepted tokens by their position in the draft."""
-
-    def add(self, drafted_N: Column, accepted_N: Column) -> None:
-        self.drafts += int((drafted_N > 0).sum())
-        self.drafted_tokens += int(drafted_N.sum())
-        rows_by_accepted: list[int] = np.bincount(accepted_N).tolist()
-        self.accepted += [0] * (len(rows_by_accepted) - 1 - len(self.accepted))
-        for accepted, rows in enumerate(rows_by_accepted):
-            for position in range(accepted):
-                self.accepted[position] += rows
 
 
 class Speculator:
