@@ -1,1 +1,1 @@
-"""Actors: plain classes with async methods. Ray appears only in `actors.spawn`."""
+"""Actors: plain classes with async methods. `actors.runtime` is the only part that knows Ray."""

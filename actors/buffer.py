@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
-from asyncrl.buffer.recovery import Sample
+from asyncrl.buffer.replay import Sample
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
 from asyncrl.errors import StallError
-from asyncrl.stalls.activity import Activity
-from asyncrl.stalls.picture import Situation
+from asyncrl.observe.diagnosis.activity import Activity
+from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Segment, Slot, Ticket
 
 T = TypeVar("T")

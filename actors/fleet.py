@@ -1,17 +1,25 @@
-"""Who takes part in a run."""
+"""Which process plays which role, written down for those who look from outside."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from actors.buffer import BufferActor
-from actors.drafter_link import DrafterLink
-from actors.publisher import Publisher
+from actors.publisher import DrafterLink, Publisher
 from actors.reward import RewardActor
-from actors.rollout import RolloutActor
-from actors.trainer import TrainerActor
+from actors.rollout.actor import RolloutActor
+from actors.runtime.health_probe import ask
+from actors.trainer.actor import TrainerActor
+from actors.trainer.group import ranks_of
 from asyncrl.errors import ActorError
+from asyncrl.system.run_directory import replace
+
+# Who takes part in a run.
 
 CLOSE_SECONDS = 30.0
 """For one actor to end in good order; vLLM needs several seconds."""
@@ -57,3 +65,18 @@ async def _close(actor: RolloutActor | RewardActor | DrafterLink | TrainerActor 
     with suppress(ActorError, TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
             await actor.close()
+
+
+ANSWER_S = 10.0
+
+
+async def write_pid_file(fleet: Fleet, path: Path) -> None:
+    """`path` gets the process ids by role, of those who answer. A process that is made anew later has another one."""
+    actors = {"buffer": fleet.buffer, "reward": fleet.reward, **ranks_of(fleet.trainer), **fleet.publisher.living}
+    answers = await asyncio.to_thread(ask, actors, _own_pid, ANSWER_S)
+    pids = {name: pid for name, pid in answers.items() if isinstance(pid, int)}
+    replace(path, msgspec.json.encode({"driver": os.getpid(), **pids}))
+
+
+def _own_pid(_: object) -> int:
+    return os.getpid()

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncrl.environments.base import Conversation
-from asyncrl.environments.settings import Environment
-from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult, RewardStats
-from asyncrl.rewards.here import make_pool
-from asyncrl.rewards.pool import check_function
-from asyncrl.rewards.score import Score
-from asyncrl.rewards.settings import Called, Reward
-from asyncrl.stages.base import Drop, Sample
-from asyncrl.stages.settings import Stages, stages
-from asyncrl.stalls.activity import Activity
-from asyncrl.stalls.picture import Situation
+from asyncrl.config.user_code import Called, Environment, Reward, Stages, stages
+from asyncrl.observe.diagnosis.activity import Activity
+from asyncrl.observe.diagnosis.snapshot import Situation
+from asyncrl.user_code.environments import Conversation
+from asyncrl.user_code.in_process import make_pool
+from asyncrl.user_code.pool import check_function
+from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult, RewardStats
+from asyncrl.user_code.score import Score
+from asyncrl.user_code.stages import Drop, Sample
 
 
 class RewardActor:

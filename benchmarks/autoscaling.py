@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.buffer.reader import read_run
-from asyncrl.rundir import read_events
+from asyncrl.system.run_directory import read_events
 from benchmarks.fake_nodes import NodeCount, autoscaling_ray
 from benchmarks.phases import SLOW
 from benchmarks.runs import HERE
-from pipelines.check import check
+from pipelines.cli.check import check
 
 NODES = 3
 LIMIT_S = 90.0

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from actors.buffer import BufferActor
-from actors.spawn import OnRay, Resources, cluster
+from actors.runtime.spawn import OnRay, Resources, cluster
 from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.data.arrow import decode, encode
 from asyncrl.types import Segment, Slot, Trajectory

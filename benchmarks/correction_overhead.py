@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from asyncrl.config import Run, Trainer, WarmStart
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.task import ChainsTask
 from asyncrl.training import learner as learning
 from asyncrl.training.learner import Learner
 from asyncrl.training.warm_start import make_model

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from asyncrl.config import WarmStart
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
 from benchmarks.runs import HERE
 

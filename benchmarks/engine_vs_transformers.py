@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from asyncrl.config import WarmStart
-from asyncrl.engines.native.engine import NativeEngine
-from asyncrl.engines.settings import NativeEngine as Settings
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.config.task import ChainsTask
+from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Request, Sampling
 

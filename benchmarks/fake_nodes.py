@@ -17,8 +17,8 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from actors.auth import LOOPBACK, MODE, TOKEN_PATH, ensure_token
-from pipelines.processes import Processes
+from actors.runtime.auth import LOOPBACK, MODE, TOKEN_PATH, ensure_token
+from pipelines.cli.chaos import Processes
 
 REPOSITORY = Path(__file__).parents[1]
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"

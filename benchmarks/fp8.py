@@ -6,7 +6,7 @@
         --jobs 2 --root runs/fp8-0.6b
 
 On a CPU the native engine simulates FP8: this is about learning and says nothing about speed. With `--shape` the model
-is expanded without changing its function (`asyncrl.models.expand`). Its numbers have many copies, each of which learns,
+is expanded without changing its function (`benchmarks.expand`). Its numbers have many copies, each of which learns,
 so it wants so much smaller a learning rate.
 
 Answers of the evaluation are sampled in the run's own precision. Each seed has one warm start, shared by its runs.
@@ -24,11 +24,11 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from asyncrl.config import WarmStart
+from asyncrl.config.task import ChainsTask
 from asyncrl.data.tables import read_table
-from asyncrl.models.expand import SHAPES
-from asyncrl.models.expand import main as expand
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
+from benchmarks.expand import SHAPES
+from benchmarks.expand import main as expand
 from benchmarks.runs import HERE
 
 ON = {"cpu": (), "cuda": ("engine.device=cuda", "trainer.device=cuda", "trainer.dtype=bf16")}

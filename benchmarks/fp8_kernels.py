@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from asyncrl.engines.native.cuda.fp8 import quantized_matrix
 from asyncrl.engines.native.cuda.kernels.shapes import Codes, Heads, Kv, Queries
 from asyncrl.engines.native.cuda.pages import PAGE, pages_of
-from asyncrl.engines.native.cuda.weights_fp8 import quantized_matrix
-from asyncrl.models.expand import SHAPES
 from asyncrl.models.names import Part
+from benchmarks.expand import SHAPES
 
 PLANS = {
     "bf16": ((512, 4, 2), (512, 4, 3), (1024, 4, 2), (1024, 4, 3)),

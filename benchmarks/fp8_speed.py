@@ -22,16 +22,16 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.spawn import GARBAGE
-from asyncrl.drafting.settings import NoDrafter
+from actors.runtime.spawn import GARBAGE
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import NativeEngine, VllmEngine
 from asyncrl.engines.base import Engine
-from asyncrl.engines.build import build_vllm
 from asyncrl.engines.native.build import build_native
 from asyncrl.engines.native.cuda.engine import CudaEngine
-from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.engines.registry import build_vllm
 from asyncrl.models.config import read_config
-from asyncrl.models.expand import SHAPES
 from asyncrl.types import Request, Sampling
+from benchmarks.expand import SHAPES
 from benchmarks.rollout import made_up
 
 SETTLE = 16

@@ -13,7 +13,7 @@
 
 Modes add up. Held-out accuracy is measured after the same number of samples, rates without the first steps and the
 last, in which nothing is left to generate.
-`asyncrl.models.expand --same-vocabulary` makes BIG and BIGHEAD from a small trained pair: answers and acceptance are
+`benchmarks.expand --same-vocabulary` makes BIG and BIGHEAD from a small trained pair: answers and acceptance are
 real, the cost is a big model's. Further settings are given as key=value and hold for all modes.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import WarmStart
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
 from benchmarks.runs import answers, call, run, steady
 

@@ -24,10 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncrl.drafting.checkpoint import fresh_head, save_head
-from asyncrl.drafting.learner import DrafterLearner
-from asyncrl.drafting.reading import read_windows
-from asyncrl.drafting.settings import (
+from asyncrl.config.drafter import (
     Adaptive,
     DrafterSettings,
     DrafterTraining,
@@ -37,9 +34,12 @@ from asyncrl.drafting.settings import (
     NgramDrafter,
     NoDrafter,
 )
-from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.drafting.checkpoint import fresh_head, save_head
+from asyncrl.drafting.learner import DrafterLearner
+from asyncrl.drafting.reading import read_windows
+from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.engines.native.sampling import restrict
-from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.models.checkpoint import random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder

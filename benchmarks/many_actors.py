@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.buffer import BufferActor
-from actors.rollout import RolloutActor
-from actors.scheduling import Resources
-from actors.spawn import Spawner, cluster
+from actors.rollout.actor import RolloutActor
+from actors.runtime.resources import Resources
+from actors.runtime.spawn import Spawner, cluster
 from asyncrl.config import Buffer, Flow, Rollout, Run, WarmStart
-from asyncrl.engines.settings import FakeEngine
-from asyncrl.rewards.base import RewardInput
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.engine import FakeEngine
+from asyncrl.config.task import ChainsTask
 from asyncrl.types import Prompt, Ticket, WeightManifest
+from asyncrl.user_code.protocol import RewardInput
 
 GROUP, GROUPS_PER_STEP, STALENESS = 8, 384, 3
 """A window that bounds no rate of interest. A group may take as long as its window of (STALENESS + 1) steps, and the
@@ -172,7 +172,7 @@ class _Load:
         )
 
     async def _generate(self) -> None:
-        """As pipelines.replicas does: each group to the engine with the least to do, one call for each engine."""
+        """As pipelines.fleet.engine_pool does: each group to the engine with the least to do, one call per engine."""
         async with asyncio.TaskGroup() as work:
             while True:
                 shares: dict[str, list[Ticket]] = {}
@@ -207,7 +207,7 @@ class _Load:
 
 
 async def _pids(remote: Sequence[object]) -> list[int]:
-    from actors.asking import ask
+    from actors.runtime.health_probe import ask
 
     found = await asyncio.to_thread(ask, {str(n): each for n, each in enumerate(remote)}, own_pid, 30.0)
     return [pid for _, pid in sorted(found.items()) if isinstance(pid, int)]

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import msgspec
 
 from asyncrl.config import Buffer, Flow, Rollout, Run
-from asyncrl.flow.settings import EssBand, FixedStaleness, StalenessControl
-from asyncrl.simulation.lengths import Answers
+from asyncrl.config.staleness import EssBand, FixedStaleness, StalenessControl
 from asyncrl.simulation.loop import simulate
 from asyncrl.simulation.outcome import Rates
 from asyncrl.simulation.profile import (
     Affine,
+    Answers,
     EngineCost,
     LogNormal,
     Profile,

@@ -23,14 +23,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.buffer.journal import Journal
+from asyncrl.buffer.journal import Admitted, Advanced, Begun, Committed, Delivered, Dropped, Journal, Record
 from asyncrl.buffer.payloads import open_log, pack_slot
-from asyncrl.buffer.records import Admitted, Advanced, Begun, Committed, Delivered, Dropped, Record
 from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.data.arrow import encode
-from asyncrl.insight.queries import READY
-from asyncrl.insight.tables import open_run
-from asyncrl.rundir import RunDirectory, replace
+from asyncrl.observe.query.queries import READY
+from asyncrl.observe.query.tables import open_run
+from asyncrl.system.run_directory import RunDirectory, replace
 from asyncrl.types import Segment, Slot, Trajectory
 from pipelines.compose import to_yaml
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.compose import compose
-from pipelines.recorder import Recorder
+from pipelines.recording.recorder import Recorder
 from pipelines.train import train
 
 BAR = 0.02

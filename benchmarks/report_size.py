@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.report.synthetic import Scenario, write_run
+from tests.support.synthetic_runs import Scenario, write_run
 
 BUILD_S, OPEN_S, BYTES = 30.0, 3.0, 10 << 20
 

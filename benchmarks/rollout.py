@@ -26,19 +26,19 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.spawn import GARBAGE
-from asyncrl.drafting.settings import NoDrafter
+from actors.runtime.spawn import GARBAGE
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import NativeEngine, VllmEngine
 from asyncrl.engines.base import Engine
-from asyncrl.engines.build import build_vllm
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.engines.registry import build_vllm
 from asyncrl.models.checkpoint import save_model
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.expand import SHAPES
+from asyncrl.models.layers import signed_frequencies
 from asyncrl.models.names import hf_tensors
-from asyncrl.models.rope import signed_frequencies
 from asyncrl.types import Request, Sampling
+from benchmarks.expand import SHAPES
 
 SETTLE_S = 0.5
 """For all readers to be decoding."""

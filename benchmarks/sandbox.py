@@ -18,12 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from asyncrl.config import Reward
-from asyncrl.rewards.base import RewardInput
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.config.task import CodeTask, Limits
 from asyncrl.sandbox.base import Input
 from asyncrl.sandbox.sandbox import Sandbox
 from asyncrl.tasks.registry import make_task
-from asyncrl.tasks.settings import CodeTask, Limits
+from asyncrl.user_code.pool import RewardPool
+from asyncrl.user_code.protocol import RewardInput
 
 PROGRAM = "import sys\nnumbers = [int(word) for word in sys.stdin.read().split()]\nprint(sum(numbers))\n"
 TEST = {"stdin": "1 2 3 4\n", "stdout": "10\n"}

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import msgspec
 
 from asyncrl.config import Buffer, Flow, Rollout, Run, WarmStart
-from asyncrl.engines.settings import FakeEngine
-from asyncrl.rundir import RunDirectory
+from asyncrl.config.engine import FakeEngine
+from asyncrl.config.task import ChainsTask
 from asyncrl.simulation.calibration import calibrate
 from asyncrl.simulation.loop import simulate
 from asyncrl.simulation.profile import Affine, EngineCost, LogNormal, Profile, Recorded, SyncCost, TrainerCost
 from asyncrl.simulation.sizing import shortened, size
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.system.run_directory import RunDirectory
 from asyncrl.training.warm_start import make_model
 from benchmarks.published import Line, nemo_lines, verl_lines
 from benchmarks.runs import WARM_STEPS, steady

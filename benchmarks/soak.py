@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from asyncrl.chaos.plan import KINDS
-from pipelines.chaos import chaos
+from pipelines.cli.chaos import chaos
 
 LEARNS = 0.8
 """Held-out score that a run must reach. Without faults runs go from 0.44 to 0.88 and more (docs/benchmarks.md)."""

@@ -3,7 +3,7 @@
     python -m benchmarks.speculation --model BIG --head BIGHEAD [--engine native|vllm] [--tokens 3 5] [--out FILE]
     python -m benchmarks.speculation --shape tiny --engine native          (a made-up model, to see it run)
 
-`asyncrl.models.expand` makes BIG and BIGHEAD from a small trained pair: the cost is a big model's, acceptance is real.
+`benchmarks.expand` makes BIG and BIGHEAD from a small trained pair: the cost is a big model's, acceptance is real.
 Answers to the chains task are asked for one after the other by as many readers as the batch is large, at temperature 1.
 The engine starts twice: without a drafter, and with one whose depth is set anew for each measurement, so that a fixed
 depth and the bandit differ in nothing else. `depth 0` is plain decoding in the engine with the drafter.
@@ -28,20 +28,20 @@ import msgspec
 import torch
 
 from asyncrl.config import WarmStart
+from asyncrl.config.drafter import Adaptive, DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
+from asyncrl.config.engine import NativeEngine, VllmEngine
+from asyncrl.config.task import ChainsTask
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
-from asyncrl.devices import has_gpu
 from asyncrl.drafting.checkpoint import fresh_head, save_head
-from asyncrl.drafting.settings import Adaptive, DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
 from asyncrl.engines.base import Engine
-from asyncrl.engines.build import build_vllm
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.settings import NativeEngine, VllmEngine
+from asyncrl.engines.registry import build_vllm
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.expand import SHAPES, big_config, expand_head, save_expanded
+from asyncrl.system.devices import has_gpu
 from asyncrl.tasks.chains import Chains
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import EngineStats, Request, Sampling
+from benchmarks.expand import SHAPES, big_config, expand_head, save_expanded
 
 SWITCH_S = 0.5
 """For readers to begin, and for steps of the last depth to end."""

@@ -28,12 +28,12 @@ from typing import NamedTuple, cast
 import msgspec
 import torch
 
-from asyncrl.precision.settings import Fp8
-from asyncrl.precision.source import Fp8Source
+from asyncrl.config.precision import Fp8
+from asyncrl.precision.publication import Fp8Source
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.gather import OneRank
-from asyncrl.weights.nccl import addressed_to
-from asyncrl.weights.transport import Transport, make_writer, published
+from asyncrl.weights.transports.nccl import addressed_to
+from asyncrl.weights.transports.registry import Transport, make_writer, published
 
 RECEIVER = "receiver"
 ADDED_MS = 100.0
@@ -150,7 +150,7 @@ def available() -> list[str]:
     """The transports of this machine, the fastest first."""
     names = ["shared_memory", "file", "file+delta"]
     if torch.cuda.is_available() and find_spec("cupy") is not None:
-        from asyncrl.weights import cupy_nccl
+        from asyncrl.weights.transports import cupy_nccl
 
         shared = cupy_nccl.nccl().get_version() >= cupy_nccl.OLDEST_SHARED
         names = ["cuda_ipc", *(["nccl", "nccl+delta"] if shared else []), *names]

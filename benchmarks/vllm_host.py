@@ -21,17 +21,17 @@ from time import perf_counter, process_time
 import numpy as np
 import torch
 
-from actors.spawn import GARBAGE
+from actors.runtime.spawn import GARBAGE
 from asyncrl.config import WarmStart
-from asyncrl.drafting.settings import NoDrafter
-from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import VllmEngine
+from asyncrl.config.task import ChainsTask
+from asyncrl.engines.registry import build_vllm
 from asyncrl.models.config import read_config
-from asyncrl.models.expand import SHAPES
-from asyncrl.models.expand import main as expand
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Request, Sampling
+from benchmarks.expand import SHAPES
+from benchmarks.expand import main as expand
 from benchmarks.fp8_speed import PREFILL_TIMEOUT_S, SPARE, grown, read
 
 PROMPT = 32

@@ -32,22 +32,22 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.spawn import GARBAGE
+from actors.runtime.spawn import GARBAGE
 from asyncrl.config import Rollout, Run
 from asyncrl.config import Trainer as TrainerSettings
-from asyncrl.drafting.settings import NoDrafter
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import EngineSettings, NativeEngine, VllmEngine
+from asyncrl.config.precision import Precision
 from asyncrl.engines.base import Engine
-from asyncrl.engines.build import build_vllm
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.settings import EngineSettings, NativeEngine, VllmEngine
+from asyncrl.engines.registry import build_vllm
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.publication import Fp8Publication
-from asyncrl.precision.settings import Precision
 from asyncrl.types import Request, Sampling, WeightManifest
 from asyncrl.weights.gather import OneRank
-from asyncrl.weights.transport import make_writer
+from asyncrl.weights.transports.registry import make_writer
 from benchmarks.rollout import bandwidth, made_up
 
 SHAPES = {

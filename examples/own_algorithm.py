@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from asyncrl.algorithms.base import Tokens
-from asyncrl.algorithms.settings import CustomAlgorithm
+from asyncrl.config.algorithm import CustomAlgorithm
 from pipelines.pipeline import Pipeline
 
 

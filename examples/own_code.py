@@ -9,10 +9,10 @@ import json
 import sys
 
 from asyncrl.config import Reward
-from asyncrl.rewards.base import RewardInput, RewardResult
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.config.task import CodeTask, Limits
 from asyncrl.tasks.registry import make_task
-from asyncrl.tasks.settings import CodeTask, Limits
+from asyncrl.user_code.pool import RewardPool
+from asyncrl.user_code.protocol import RewardInput, RewardResult
 
 PROBLEMS = {
     "Print the sum of the numbers read.": [{"stdin": "1 2\n", "stdout": "3"}, {"stdin": "", "stdout": "0"}],

@@ -2,12 +2,12 @@
 
     python examples/own_parts.py MODEL_DIRECTORY
 
-What is learned from is their sum. A total of its own has `Score(total, parts)` of asyncrl.rewards.score.
+What is learned from is their sum. A total of its own has `Score(total, parts)` of asyncrl.user_code.score.
 """
 
 import sys
 
-from asyncrl.stages.base import Sample
+from asyncrl.user_code.stages import Sample
 from pipelines.pipeline import Pipeline
 
 

@@ -3,12 +3,12 @@
     python examples/own_reward.py MODEL_DIRECTORY QUESTIONS.jsonl
 
 The file has a `question` and a `solution` on every line. Parquet files and Hugging Face datasets have columns too:
-asyncrl.tasks.settings names their settings.
+asyncrl.config.task names their settings.
 """
 
 import sys
 
-from asyncrl.tasks.settings import JsonlTask
+from asyncrl.config.task import JsonlTask
 from pipelines.pipeline import Pipeline
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.config import Checkpoint, Evaluation, Flow, Reward, Rollout, Run, Trainer
-from asyncrl.tasks.settings import JsonlTask
+from asyncrl.config.task import JsonlTask
 
 
 def reward(prompt: str, completion: str, answer: str) -> float:

@@ -6,7 +6,7 @@ python examples/own_stage.py MODEL_DIRECTORY
 import asyncio
 import sys
 
-from asyncrl.stages.base import Drop, Sample
+from asyncrl.user_code.stages import Drop, Sample
 from pipelines.pipeline import Pipeline
 
 

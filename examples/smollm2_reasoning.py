@@ -8,8 +8,8 @@ How to get the model and what to expect: docs/recipe-smollm2.md.
 import sys
 
 from asyncrl.config import Checkpoint, Evaluation, Flow, Reward, Rollout, Run, Trainer
-from asyncrl.engines.settings import NativeEngine, VllmEngine
-from asyncrl.tasks.settings import ReasoningGymTask
+from asyncrl.config.engine import NativeEngine, VllmEngine
+from asyncrl.config.task import ReasoningGymTask
 from pipelines.train import train
 
 

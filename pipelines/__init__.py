@@ -1,1 +1,3 @@
-"""Pipelines: one module per dataflow; the module is the diagram."""
+"""What runs: dataflows over actors, and the commands that start, plan, supervise, record and replay them."""
+
+import asyncrl as asyncrl  # first: it knows the old names of modules

@@ -20,16 +20,16 @@ from typing import Any
 
 from actors.fleet import Fleet
 from actors.publisher import Published
-from actors.trainer import Accumulated
+from actors.trainer.actor import Accumulated
 from asyncrl.config import Run
-from asyncrl.flow.controller import Decision, StalenessController
+from asyncrl.fleet.staleness import Decision, StalenessController
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
-from pipelines.elastic import Pool, Waits, tune
 from pipelines.evaluate import evaluate
-from pipelines.recorder import Recorder
-from pipelines.replicas import Replicas
-from pipelines.watchdog import backstop
+from pipelines.fleet.elastic import Pool, Waits, tune
+from pipelines.fleet.engine_pool import Replicas
+from pipelines.recording.recorder import Recorder
+from pipelines.supervision.watchdog import backstop
 
 
 class AsyncGrpo:

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from asyncrl.config import Run, load
-from asyncrl.devices import default_engine
+from asyncrl.config.errors import did_you_mean
 from asyncrl.errors import ConfigError
-from asyncrl.refusals import did_you_mean
+from asyncrl.system.devices import default_engine
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()
 NO_GROUP = "cluster"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.rollout import Judged, RolloutActor
+from actors.rollout.actor import Judged, RolloutActor
 from asyncrl.config import Run
 from asyncrl.tasks.base import Task
 from asyncrl.types import Prompt

@@ -12,15 +12,10 @@ from typing import Any, TypedDict, Unpack, cast, get_args
 
 import msgspec
 
-from asyncrl.algorithms.settings import Algorithm
 from asyncrl.config import Checkpoint, Reward, Run, WarmStart, load
-from asyncrl.devices import default_engine
-from asyncrl.environments.settings import Environment
-from asyncrl.errors import ConfigError
-from asyncrl.functions import keep_here, loaded_file, name_of
-from asyncrl.refusals import did_you_mean
-from asyncrl.stages.settings import Stage
-from asyncrl.tasks.settings import (
+from asyncrl.config.algorithm import Algorithm
+from asyncrl.config.errors import did_you_mean
+from asyncrl.config.task import (
     JUDGES,
     ChainsTask,
     DatasetTask,
@@ -30,8 +25,12 @@ from asyncrl.tasks.settings import (
     ReasoningGymTask,
     TaskSettings,
 )
-from pipelines.result import Result
-from pipelines.threads import in_a_loop, run_in_thread
+from asyncrl.config.user_code import Environment, Stage
+from asyncrl.errors import ConfigError
+from asyncrl.system.devices import default_engine
+from asyncrl.system.user_functions import keep_here, loaded_file, name_of
+from pipelines.recording.result import Result
+from pipelines.supervision.thread_runner import in_a_loop, run_in_thread
 
 Function = Callable[..., Any]
 Part = msgspec.Struct | dict[str, Any]
@@ -110,8 +109,8 @@ class Pipeline:
         """Print who would run, and what one step is made of; raise ConfigError if something stands in the way."""
         from rich.console import Console
 
-        from pipelines.plan import preflight
-        from pipelines.plan_show import show
+        from pipelines.plan.plan import preflight
+        from pipelines.plan.render import show
 
         show(self.config, Console(highlight=False, markup=False))
         preflight(self.config)

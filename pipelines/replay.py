@@ -19,19 +19,19 @@ import torch
 
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
-from actors.rollout import RolloutActor
+from actors.rollout.actor import RolloutActor
 from asyncrl.buffer.reader import read_deliveries, read_run
 from asyncrl.config import Checkpoint, Run
-from asyncrl.data.parts import reward_parts
+from asyncrl.data.reward_parts import reward_parts
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import save_model
-from asyncrl.rewards.pool import check_function
-from asyncrl.rundir import RunDirectory, replace
+from asyncrl.system.run_directory import RunDirectory, replace
 from asyncrl.tasks.registry import make_task
 from asyncrl.training import checkpoint
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
 from asyncrl.types import Group, Trajectory
+from asyncrl.user_code.pool import check_function
 from asyncrl.weights.manifest import digest_tensors
 from pipelines.compose import changed, from_yaml, to_yaml
 from pipelines.evaluate import Scores, evaluate

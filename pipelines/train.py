@@ -6,34 +6,56 @@ The same two functions serve the command line and Python: `train(run)` and `resu
 from pathlib import Path
 from typing import Any
 
-from actors import roster
-from actors.spawn import Spawner, cluster
+import msgspec
+
+from actors.fleet import write_pid_file
+from actors.runtime.spawn import Spawner, cluster
 from asyncrl.config import Checkpoint, Run, WarmStart
+from asyncrl.config import trackers as tracking
+from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
+from asyncrl.config.precision import without_fp8
 from asyncrl.errors import ActorError, AsyncRLError, ConfigError, Fp8Error, MissingDependencyError
-from asyncrl.insight.environment import environment
-from asyncrl.placement import CPU, HERE, Offer
-from asyncrl.precision.settings import without_fp8
-from asyncrl.rundir import RunDirectory, owner_only, replace
-from asyncrl.stalls.prompts import Announced
+from asyncrl.fleet.placement import CPU, HERE, Offer
+from asyncrl.observe.diagnosis.prompts import Announced
+from asyncrl.observe.environment import environment
+from asyncrl.system.run_directory import RunDirectory, owner_only, replace
 from asyncrl.tasks.registry import make_task
-from asyncrl.tracking import settings as tracking
 from asyncrl.training import checkpoint
-from pipelines import placement, starting_head, summary
 from pipelines.async_grpo import AsyncGrpo
 from pipelines.compose import from_yaml, to_yaml
-from pipelines.fleet import place
-from pipelines.notebook import make_progress
-from pipelines.plan import preflight
-from pipelines.progress import Progress
-from pipelines.recorder import Recorder
-from pipelines.threads import run_loop
-from pipelines.watchdog import Watchdog
+from pipelines.fleet import cluster_offer
+from pipelines.fleet.place import place
+from pipelines.plan.plan import preflight
+from pipelines.recording import summary
+from pipelines.recording.notebook import make_progress
+from pipelines.recording.progress import Progress
+from pipelines.recording.recorder import Recorder
+from pipelines.supervision.thread_runner import run_loop
+from pipelines.supervision.watchdog import Watchdog
+
+# The head that a run begins with: the user's, the run's own from an earlier attempt, or a fresh one.
+
+
+def prepare_head(run: Run, directory: RunDirectory, model_path: Path) -> Run:
+    """The run with the path of a head that is there; it lies with the run, where its drafter saves the trained one."""
+    drafter = run.drafter
+    if not isinstance(drafter, EagleDrafter | Eagle3Drafter):
+        return run
+    from asyncrl.drafting.checkpoint import fresh_head, load_head, save_head  # torch, which a plan does without
+    from asyncrl.models.config import read_config
+
+    if not (directory.drafter / "config.json").is_file():
+        config = read_config(model_path)
+        head = load_head(drafter.path, config) if drafter.path else fresh_head(drafter, config, run.seed)
+        save_head(head, directory.drafter)
+    path = str(directory.drafter.resolve())
+    return msgspec.structs.replace(run, drafter=msgspec.structs.replace(drafter, path=path))
 
 
 def train(run: Run) -> int:
     """Train from the start; returns the exit code."""
     preflight(run)
-    preflight(run, placement.look(run))  # a cluster is asked only for a run that could be
+    preflight(run, cluster_offer.look(run))  # a cluster is asked only for a run that could be
     directory = RunDirectory.create(Path(run.root) / run.name)
     replace(directory.config, to_yaml(run).encode())
     return _run(run, directory, resumed=False)
@@ -58,7 +80,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
         attempt.recorder.event("environment", found=environment())
         try:
             model_path = _model(run, directory, progress)
-            run = starting_head.prepare_head(run, directory, model_path)
+            run = prepare_head(run, directory, model_path)
             watchdog = Watchdog(
                 run,
                 directory,
@@ -66,12 +88,12 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
                 lambda kind, fields: attempt.recorder.event(kind, **fields),
                 lambda status, error: summary.write(directory, attempt.recorder, status=status, error=error),
             )
-            cpus = placement.here(run).total[CPU]
+            cpus = cluster_offer.here(run).total[CPU]
             with watchdog, cluster(run.cluster, cpus=cpus) as spawner:
-                offer = placement.here(run) if run.cluster in HERE else placement.offered()
-                if coming := placement.awaited(run, offer):
+                offer = cluster_offer.here(run) if run.cluster in HERE else cluster_offer.offered()
+                if coming := cluster_offer.awaited(run, offer):
                     progress.say(f"the cluster is to bring {coming} more")
-                run = placement.settled(run, offer)
+                run = cluster_offer.settled(run, offer)
                 while (figures := attempt.make(run, offer, spawner, model_path, watchdog)) is None:
                     spawner.clear()
                     run = without_fp8(run) if attempt.left_fp8 else run
@@ -165,9 +187,9 @@ async def _train(
     resumed: bool,
 ) -> dict[str, Any]:
     first_step = restore_from[0] if restore_from else 0
-    async with placement.in_time(run, offer):
+    async with cluster_offer.in_time(run, offer):
         fleet = await place(run, offer, directory, spawner, model_path, restore_step=first_step if resumed else None)
-    await roster.write(fleet, directory.actors)
+    await write_pid_file(fleet, directory.actors)
     recorder.event("fleet_started", first_step=first_step)
     try:
         if restore_from:

@@ -1,10 +1,8 @@
-"""The rules of the house that a machine can check: who imports whom, what a bare import loads, how long things get."""
+"""The rules that a machine can check: who imports whom, what a bare import loads, which calls are unsafe."""
 
-import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ PACKAGES = ("asyncrl", "actors", "pipelines")
 FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 SANDBOX_CHILD = REPOSITORY / "asyncrl" / "sandbox" / "child.py"
 """The one file that executes a text: it runs inside the sandbox."""
-LONGEST_FILE = 300
-LONGEST_FUNCTION = 60
 
 UNSAFE = {
     "pickle runs code on load": re.compile(r"\bimport (cloud)?pickle\b|\bfrom (cloud)?pickle\b|\bpickle\.loads?\("),
@@ -43,28 +39,16 @@ def test_import_contracts() -> None:
 
 @pytest.mark.parametrize(
     "modules",
-    ["asyncrl, asyncrl.config, asyncrl.types, asyncrl.errors", "pipelines.cli", "pipelines.compose, pipelines.plan"],
+    [
+        "asyncrl, asyncrl.config, asyncrl.types, asyncrl.errors",
+        "pipelines.cli",
+        "pipelines.compose, pipelines.plan.plan",
+    ],
 )
 def test_light_imports(modules: str, tmp_path: Path) -> None:
     heavy = {"torch", "ray", "vllm", "cupy", "transformers"} | ({"hydra"} if "compose" not in modules else set())
     result = python(f"import sys, {modules}; print(*sorted({heavy!r} & set(sys.modules)))", cwd=tmp_path)
     assert (result.stdout.strip(), result.stderr) == ("", "")
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_short_files_and_functions(path: Path) -> None:
-    source = path.read_text()
-    lines = len(source.splitlines())
-    assert lines <= LONGEST_FILE
-    too_long = [name for name, lines in functions(ast.parse(source)) if lines > LONGEST_FUNCTION]
-    assert not too_long
-
-
-def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.lineno + 1
 
 
 def test_no_unsafe_calls() -> None:
@@ -86,7 +70,7 @@ def test_unsafe_patterns_see_what_they_should() -> None:
 
 
 def test_guard_accepts_this_checkout(tmp_path: Path) -> None:
-    result = python("from asyncrl import one_tree; one_tree.check()", cwd=tmp_path)
+    result = python("from asyncrl.system import install_guard; install_guard.check()", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -94,7 +78,7 @@ def test_guard_refuses_a_foreign_actors_folder(tmp_path: Path) -> None:
     """`python -c` puts the current directory first on the path, as Ray does for its workers."""
     (tmp_path / "actors").mkdir()
     (tmp_path / "actors" / "__init__.py").touch()
-    result = python("from asyncrl import one_tree; one_tree.check()", cwd=tmp_path)
+    result = python("from asyncrl.system import install_guard; install_guard.check()", cwd=tmp_path)
     assert result.returncode == 1
     assert f"actors from {tmp_path.resolve()}" in result.stderr
     assert "must come from one place" in result.stderr

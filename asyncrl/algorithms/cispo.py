@@ -5,9 +5,9 @@ loss  = - sg[min(r_t, cap)] A_i log pi_theta(t)
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, group_relative
+from asyncrl.algorithms.advantages import Rewards, group_relative
 from asyncrl.algorithms.base import Loss, Tokens
-from asyncrl.algorithms.settings import Cispo
+from asyncrl.config.algorithm import Cispo
 
 
 def advantages(settings: Cispo, rewards: Sequence[Rewards]) -> list[Rewards]:

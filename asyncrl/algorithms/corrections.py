@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Samples
-from asyncrl.algorithms.settings import Correction, CustomCorrection, Importance, Reject
-from asyncrl.functions import load_function
+from asyncrl.config.algorithm import Correction, CustomCorrection, Importance, Reject
+from asyncrl.system.user_functions import load_function
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is beyond any useful weight; the bound keeps one absurd token from making the sums infinite."""

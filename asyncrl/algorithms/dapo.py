@@ -8,9 +8,9 @@ Dynamic sampling, its fourth part, happens where groups become complete: in the 
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, group_relative
+from asyncrl.algorithms.advantages import Rewards, group_relative
 from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
-from asyncrl.algorithms.settings import Dapo
+from asyncrl.config.algorithm import Dapo
 
 
 def advantages(settings: Dapo, rewards: Sequence[Rewards]) -> list[Rewards]:

@@ -6,9 +6,9 @@ loss  = - min(r_t A_i, clip(r_t) A_i)            summed over an answer and divid
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, group_relative
+from asyncrl.algorithms.advantages import Rewards, group_relative
 from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
-from asyncrl.algorithms.settings import DrGrpo
+from asyncrl.config.algorithm import DrGrpo
 
 
 def advantages(settings: DrGrpo, rewards: Sequence[Rewards]) -> list[Rewards]:

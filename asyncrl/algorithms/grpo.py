@@ -7,9 +7,9 @@ loss  = - min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i)
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, group_relative
+from asyncrl.algorithms.advantages import Rewards, group_relative
 from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
-from asyncrl.algorithms.settings import Grpo
+from asyncrl.config.algorithm import Grpo
 
 
 def advantages(settings: Grpo, rewards: Sequence[Rewards]) -> list[Rewards]:

@@ -6,9 +6,9 @@ loss  = - min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)   for each to
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, group_relative
+from asyncrl.algorithms.advantages import Rewards, group_relative
 from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
-from asyncrl.algorithms.settings import Gspo
+from asyncrl.config.algorithm import Gspo
 
 
 def advantages(settings: Gspo, rewards: Sequence[Rewards]) -> list[Rewards]:

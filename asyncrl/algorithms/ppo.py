@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asyncrl.algorithms.advantage import Rewards
+from asyncrl.algorithms.advantages import Rewards
 from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
-from asyncrl.algorithms.settings import Ppo
+from asyncrl.config.algorithm import Ppo
 
 
 def advantages(settings: Ppo, rewards: Sequence[Rewards]) -> list[Rewards]:

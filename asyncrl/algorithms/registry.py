@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
-from asyncrl.algorithms.advantage import Rewards, group_relative
+from asyncrl.algorithms.advantages import Rewards, group_relative
 from asyncrl.algorithms.base import Loss, Tokens
-from asyncrl.algorithms.settings import Algorithm, CustomAlgorithm
+from asyncrl.config.algorithm import Algorithm, CustomAlgorithm
 from asyncrl.errors import ConfigError
-from asyncrl.functions import load_function
+from asyncrl.system.user_functions import load_function
 
 
 class Entry(NamedTuple):

@@ -4,14 +4,14 @@
     loss  = - min(r_t A_t, clip(r_t) A_t)
 
 Without a penalty in the reward (beta = 0) the advantage is that of the sample, which is what `advantages` gives. With
-one it gives the rewards themselves, and what they are worth per token is found in `asyncrl.training.credit`.
+one it gives the rewards themselves, and what they are worth per token is found in `asyncrl.training.advantages`.
 """
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, group_relative, step_relative
+from asyncrl.algorithms.advantages import Rewards, group_relative, step_relative
 from asyncrl.algorithms.base import Loss, Tokens, clipped_loss
-from asyncrl.algorithms.settings import ReinforcePp
+from asyncrl.config.algorithm import ReinforcePp
 
 
 def advantages(settings: ReinforcePp, rewards: Sequence[Rewards]) -> list[Rewards]:

@@ -6,9 +6,9 @@ loss  = - r_t A_i                                whose gradient at r = 1 is that
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantage import Rewards, leave_one_out
+from asyncrl.algorithms.advantages import Rewards, leave_one_out
 from asyncrl.algorithms.base import Loss, Tokens
-from asyncrl.algorithms.settings import Rloo
+from asyncrl.config.algorithm import Rloo
 
 
 def advantages(settings: Rloo, rewards: Sequence[Rewards]) -> list[Rewards]:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.buffer.frames import new_digest
-from asyncrl.buffer.log import Log, Place
+from asyncrl.buffer.log import Log, Place, new_digest
 from asyncrl.data.arrow import COLUMNS
 from asyncrl.types import Slot
 

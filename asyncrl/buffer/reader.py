@@ -5,9 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer import journal, payloads, records
-from asyncrl.buffer.frames import SEALED, Frame, Scan
-from asyncrl.buffer.log import segment_paths
+from asyncrl.buffer import journal, payloads
+from asyncrl.buffer.log import SEALED, Frame, Scan, segment_paths
 from asyncrl.buffer.payloads import unpack_slot
 from asyncrl.data import arrow
 from asyncrl.errors import CorruptSegmentError
@@ -56,8 +55,8 @@ def read_deliveries(directory: Path) -> dict[int, list[tuple[int, ...]]]:
     seen: set[int] = set()
     for path in segment_paths(directory, journal.STEM):
         for frame in _present(Scan(path, schema=journal.SCHEMA_HASH)):
-            match records.decode(frame.payload):
-                case records.Delivered(step=step, groups=groups) if seen.isdisjoint(groups):
+            match journal.decode(frame.payload):
+                case journal.Delivered(step=step, groups=groups) if seen.isdisjoint(groups):
                     seen.update(groups)
                     found.setdefault(step, []).append(groups)
                 case _:
@@ -70,8 +69,8 @@ def read_admissions(directory: Path) -> dict[int, float]:
     found: dict[int, float] = {}
     for path in segment_paths(directory, journal.STEM):
         for frame in _present(Scan(path, schema=journal.SCHEMA_HASH)):
-            match records.decode(frame.payload):
-                case records.Admitted(group=group, deadline=deadline):
+            match journal.decode(frame.payload):
+                case journal.Admitted(group=group, deadline=deadline):
                     found.setdefault(group, deadline)
                 case _:
                     pass
@@ -88,7 +87,7 @@ def verify(directory: Path) -> Report:
             try:
                 for frame in _present(scan):
                     if stem == journal.STEM:
-                        records.decode(frame.payload)
+                        journal.decode(frame.payload)
                         report.records += 1
                     else:
                         _verify_trajectory(frame, slots, report)

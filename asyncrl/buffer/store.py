@@ -18,15 +18,12 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from asyncrl.buffer.cursors import Cursors
-from asyncrl.buffer.journal import Journal
-from asyncrl.buffer.ledger import NEVER, Book
+from asyncrl.buffer.journal import Admitted, Committed, Delivered, Dropped, Journal, Limited, Renewed
+from asyncrl.buffer.ledger import NEVER, Book, Refusal, Terms
 from asyncrl.buffer.log import lock_directory
 from asyncrl.buffer.payloads import Payloads, open_log
-from asyncrl.buffer.records import Admitted, Committed, Delivered, Dropped, Limited, Renewed
-from asyncrl.buffer.recovery import Sample, check, read_history
-from asyncrl.buffer.terms import Refusal, Terms
-from asyncrl.buffer.timeline import Timeline
+from asyncrl.buffer.replay import Sample, Timeline, check, read_history
+from asyncrl.buffer.retention import Cursors
 from asyncrl.config import Buffer
 from asyncrl.errors import ConfigError
 from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Slot, Ticket

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.buffer import journal, payloads
-from asyncrl.buffer.frames import HEADER_SIZE, OPEN, Scan
-from asyncrl.buffer.log import segment_paths
+from asyncrl.buffer.log import HEADER_SIZE, OPEN, Scan, segment_paths
 
 LONGEST_TEAR = 2000
 SCHEMAS = {payloads.STEM: payloads.SCHEMA_HASH, journal.STEM: journal.SCHEMA_HASH}

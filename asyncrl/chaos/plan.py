@@ -7,7 +7,7 @@ from itertools import islice
 import msgspec
 
 from asyncrl.config import Run
-from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter
+from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
 from asyncrl.errors import ConfigError
 
 DRIVER = "driver"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from asyncrl.functions import find_function as find_function
+from asyncrl.system.user_functions import find_function as find_function
 
 NAN_RATE = 0.01
 """Of single samples; each costs its whole group."""

@@ -1,27 +1,29 @@
-"""Which strategy to draft with, by the number of running answers: epsilon-greedy on tokens per second, per range.
-
-**Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the
-steps' seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must not
-matter, so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of two
-kinds, with and without new prompts, while a step with drafts takes as many prompts as several plain ones.
-
-**Exploration.** An arm without figures is tried first. Later, `epsilon` of the time is shared equally by the arms not
-in use, in short runs, since a single odd step would only measure the switch; the first steps after a switch are not
-counted. The share of an arm falls with the sixth power of its rate relative to the best one, 0.5 at 0.9 and 0.1 at
-0.7, but not below an eighth: it is still looked at, because acceptance changes as the policy and the drafter move.
-
-**Choice.** The arm in use changes only for one that is 2 % better, so that equal ones do not alternate.
-"""
+"""How a bandit in another process reports, and is told what to do: by two small files, wherever that process is put."""
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from statistics import mean
 
 import msgspec
 
-from asyncrl.drafting.settings import Drafting, Strategy
+from asyncrl.config.drafter import Drafting, Eagle3Drafter, EagleDrafter, NgramDrafter, Strategy
 from asyncrl.types import SpeculationArm
+
+# Which strategy to draft with, by the number of running answers: epsilon-greedy on tokens per second, per range.
+#
+# **Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the
+# steps' seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must
+# not matter, so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of
+# two kinds, with and without new prompts, while a step with drafts takes as many prompts as several plain ones.
+#
+# **Exploration.** An arm without figures is tried first. Later, `epsilon` of the time is shared equally by the arms not
+# in use, in short runs, since a single odd step would only measure the switch; the first steps after a switch are not
+# counted. The share of an arm falls with the sixth power of its rate relative to the best one, 0.5 at 0.9 and 0.1 at
+# 0.7, but not below an eighth: it is still looked at, because acceptance changes as the policy and the drafter move.
+#
+# **Choice.** The arm in use changes only for one that is 2 % better, so that equal ones do not alternate.
 
 PLAIN = Strategy(depth=0)
 SETTLE = 2
@@ -177,3 +179,38 @@ def strategies(drafter: Drafting) -> list[Strategy]:
     depths = [1 << power for power in range(drafter.tokens.bit_length()) if 1 << power < drafter.tokens]
     chains = [*(Strategy(depth=depth) for depth in depths), drafter.strategy]
     return [PLAIN, *(strategy for strategy in drafter.adaptive.strategies or chains if strategy.depth)]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the process with the bandit says."""
+
+    arms: tuple[SpeculationArm, ...] = ()
+    depth: int | None = None
+    """The one that it was told to use; None: the bandit chooses."""
+    learned: Sequence[Range] = ()
+    """All that the bandit knows; what our engine writes here before the start is what it begins with."""
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """What that process has to know, and the folder in which it and our engine write to each other."""
+
+    drafter: NgramDrafter | EagleDrafter | Eagle3Drafter
+    folder: str
+
+    def report(self) -> Report:
+        path = Path(self.folder, "report")
+        return msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report()
+
+    def order(self, depth: int | None) -> None:
+        """Draft so many tokens in every step; None: the bandit chooses."""
+        self.write("depth", depth)
+
+    def ordered(self) -> int | None:
+        path = Path(self.folder, "depth")
+        return msgspec.json.decode(path.read_bytes(), type=int | None) if path.exists() else None
+
+    def write(self, name: str, said: Report | int | None) -> None:
+        """Whole or not at all, for whoever reads meanwhile."""
+        draft = Path(self.folder, f"{name}.new")
+        draft.write_bytes(msgspec.json.encode(said))
+        draft.rename(draft.with_suffix(""))

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncrl.config.drafter import Eagle3Drafter, HeadDrafter
 from asyncrl.drafting.heads import Head, HeadConfig, Kind, default_taps
-from asyncrl.drafting.settings import Eagle3Drafter, HeadDrafter
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import WEIGHTS
 from asyncrl.models.config import ModelConfig

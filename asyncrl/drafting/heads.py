@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Attend, LayerTensors, add_projection, plain_linear
-from asyncrl.models.norm import NormScale, rms_norm
-from asyncrl.models.rope import Rotate
+from asyncrl.models.layers import NormScale, Rotate, rms_norm
 
 Kind = Literal["eagle", "eagle3"]
 

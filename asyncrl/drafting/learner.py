@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from asyncrl.config.drafter import DrafterTraining
 from asyncrl.drafting.heads import Head
-from asyncrl.drafting.settings import DrafterTraining
 from asyncrl.drafting.unroll import Batch, batch, unrolled
 from asyncrl.drafting.windows import Window
 

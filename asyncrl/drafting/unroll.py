@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.drafting.heads import Head
 from asyncrl.drafting.windows import Window
-from asyncrl.models.rope import computed_rotation, signed_frequencies
+from asyncrl.models.layers import computed_rotation, signed_frequencies
 
 HIDDEN = -1e30
 """Score of a key that is not seen; finite, so that a row without keys stays a number."""

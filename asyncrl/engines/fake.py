@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.config.engine import FakeEngine as Settings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import CooperativeEngine, Job
-from asyncrl.engines.settings import FakeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.types import EngineStats, Finish, Ints, Request, Segment, WeightAck, WeightManifest
 

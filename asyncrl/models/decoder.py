@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models.adapters import UNCHANGED, Adapters, Changes, changed
 from asyncrl.models.config import ModelConfig
-from asyncrl.models.norm import NormScale, rms_norm
-from asyncrl.models.rope import Rotate, Rotation, computed_rotation, signed_frequencies
+from asyncrl.models.layers import NormScale, Rotate, Rotation, computed_rotation, rms_norm, signed_frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_X, the heads side by side. It may answer for the first tokens only:

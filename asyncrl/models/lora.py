@@ -13,11 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from asyncrl.config.trainer import Lora
 from asyncrl.models.adapters import Adapter, Adapters
 from asyncrl.models.config import projection_shapes
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import Part
-from asyncrl.training.settings import Lora
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """End the names of adapters, after that of the module that they belong to."""

@@ -3,8 +3,8 @@
 from math import ceil
 from typing import NamedTuple
 
+from asyncrl.config.precision import PRECISIONS, SIDE, Fp8, Precision, numerics
 from asyncrl.models.config import ModelConfig
-from asyncrl.precision.settings import PRECISIONS, SIDE, Fp8, Precision, numerics
 
 FLOAT, BF16, FP8 = 4, 2, 1
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from asyncrl.config.precision import SIDE
 from asyncrl.errors import DivergenceError
-from asyncrl.precision.settings import SIDE
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import msgspec
 
-from asyncrl.rewards.base import ALLOW_UNSAFE_EXEC
-from asyncrl.rewards.score import Score
 from asyncrl.sandbox.base import Output
 from asyncrl.sandbox.sandbox import Sandbox
 from asyncrl.tasks.code import Problem, Test
+from asyncrl.user_code.protocol import ALLOW_UNSAFE_EXEC
+from asyncrl.user_code.score import Score
 
 FENCED = re.compile(r"^```[ \t]*(?:python3?|py)[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 # Made at import, so that a machine that cannot contain programs is refused before the run starts.

@@ -8,8 +8,8 @@ import logging
 from functools import lru_cache
 from typing import Any
 
-from asyncrl.optional import require
-from asyncrl.rewards.score import Score
+from asyncrl.system.optional import require
+from asyncrl.user_code.score import Score
 
 # Here and not where it is used: importing it takes seconds, which must not count as time spent on the first reward.
 verify = require("math_verify", extra="math")

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.config.task import Limits
 from asyncrl.errors import SandboxError
 from asyncrl.sandbox.base import END_S, ENVIRONMENT, INTERPRETER, START_S, WAY_AROUND
 from asyncrl.sandbox.pipes import memory_file, pipe, read_some
 from asyncrl.sandbox.seccomp import seccomp_filter
-from asyncrl.tasks.settings import Limits
 
 MISSING = f"bubblewrap, which contains the model's code, is not installed: `apt-get install bubblewrap`, {WAY_AROUND}"
 NOBODY = 65534

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.config.task import Limits
 from asyncrl.errors import SandboxError
 from asyncrl.sandbox.base import ENVIRONMENT, INTERPRETER, START_S, WAY_AROUND, Input, Output
 from asyncrl.sandbox.bubblewrap import Bubblewrap
 from asyncrl.sandbox.pipes import memory_file, read_exactly
-from asyncrl.tasks.settings import Limits
 
 CHILD = Path(__file__).with_name("child.py").read_text()
 COMMAND = [INTERPRETER, "-P", "-s", "-S", "-X", "utf8", "-c", CHILD]

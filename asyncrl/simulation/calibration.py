@@ -16,23 +16,13 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Run
+from asyncrl.config.engine import VllmEngine
 from asyncrl.data.tables import read_table
-from asyncrl.engines.settings import VllmEngine
 from asyncrl.errors import ConfigError
-from asyncrl.flow.gathering import gather_seconds
-from asyncrl.rundir import RunDirectory, read_events
+from asyncrl.fleet.delivery import gather_seconds
 from asyncrl.simulation.decoding import Decoding
 from asyncrl.simulation.fitting import Company, Floats, fit, slowdown
-from asyncrl.simulation.profile import (
-    Affine,
-    EngineCost,
-    Profile,
-    Recorded,
-    RewardCost,
-    Sharing,
-    SyncCost,
-    TrainerCost,
-)
+from asyncrl.simulation.profile import Affine, EngineCost, Profile, Recorded, RewardCost, Sharing, SyncCost, TrainerCost
 from asyncrl.simulation.recordings import (
     Events,
     Groups,
@@ -48,6 +38,7 @@ from asyncrl.simulation.recordings import (
     read_waits,
     sent,
 )
+from asyncrl.system.run_directory import RunDirectory, read_events
 
 MOST_GROUPS = 2048
 """Of the recorded ones, evenly over the run, that a profile keeps."""

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.buffer.ledger import Refusal
 from asyncrl.buffer.store import TrajectoryBuffer
-from asyncrl.buffer.terms import Refusal
 from asyncrl.config import Run
 from asyncrl.errors import StallError
-from asyncrl.flow.controller import StalenessController
+from asyncrl.fleet.staleness import StalenessController
 from asyncrl.simulation.clock import Clock, Process, Signal
 from asyncrl.simulation.outcome import Outcome, Step, rates
 from asyncrl.simulation.pool import SimulatedPool

@@ -1,11 +1,10 @@
-"""The elastic pool of a simulated run: the real policy, told what `pipelines.elastic` tells it, and engines that take
-their time to come."""
+"""The elastic pool of a simulated run: the real policy, told what `pipelines.fleet.elastic` tells it, and engines that
+take their time to come."""
 
 from collections.abc import Callable
 
 from asyncrl.config import Run
-from asyncrl.flow.elastic import ElasticPolicy
-from asyncrl.flow.waits import WaitMeter
+from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
 from asyncrl.simulation.clock import Clock, Process
 from asyncrl.simulation.profile import Profile
 from asyncrl.simulation.rollouts import Rollouts
@@ -13,7 +12,7 @@ from asyncrl.simulation.rollouts import Rollouts
 LOOKS = 20
 """Times per interval that the engines' load is looked at."""
 WELL_USED = 0.5
-"""Of its share of all places: from there on an engine counts as used, as in `pipelines.load`."""
+"""Of its share of all places: from there on an engine counts as used, as in `pipelines.fleet.engine_pool`."""
 
 
 class SimulatedPool:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.buffer.reader import read_admissions, read_deliveries, read_run
 from asyncrl.config import Run
-from asyncrl.rundir import RunDirectory
+from asyncrl.system.run_directory import RunDirectory
 
 Events = Sequence[Mapping[str, Any]]
 

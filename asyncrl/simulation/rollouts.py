@@ -1,20 +1,19 @@
-"""The engines of a simulated run: tickets are shared out as `pipelines.replicas` does, finished answers go the way of
-`actors.outbox` into the real buffer."""
+"""The engines of a simulated run: tickets are shared out as `pipelines.fleet.engine_pool` does, finished answers go
+the way of `actors.rollout.delivery` into the real buffer."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
 
-from asyncrl.buffer.recovery import Sample
+from asyncrl.buffer.replay import Sample
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
-from asyncrl.flow.gathering import gather_seconds
+from asyncrl.fleet.delivery import gather_seconds
 from asyncrl.simulation.clock import Clock, Signal
 from asyncrl.simulation.engine import Answer, Pace, SimulatedEngine, Work
-from asyncrl.simulation.lengths import Answers
 from asyncrl.simulation.outcome import Meter
-from asyncrl.simulation.profile import Profile
+from asyncrl.simulation.profile import Answers, Profile
 from asyncrl.types import Slot, Ticket
 
 BYTES_PER_TOKEN = 12
@@ -40,7 +39,7 @@ class Rollouts:
         self._changed, self._places = changed, places
         self._dynamic = run.algorithm.dynamic_sampling
         self._one_by_one = run.elastic.on or run.concurrency.adaptive
-        """Each group is a call of its own, as in `pipelines.replicas`."""
+        """Each group is a call of its own, as in `pipelines.fleet.engine_pool`."""
         self.short_of_memory = False
         """Whether the last refusal of a ticket was about memory, so that every stored sample may change the answer."""
         self.answers = Answers(

@@ -10,8 +10,8 @@ from string import ascii_lowercase, digits
 
 import msgspec
 
+from asyncrl.config.task import ChainsTask
 from asyncrl.tasks.base import Split, is_held_out
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.types import Prompt
 
 END = "$"

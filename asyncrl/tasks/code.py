@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.config.task import CodeTask, Limits
 from asyncrl.sandbox.base import Input
-from asyncrl.tasks.jsonl import Lines
-from asyncrl.tasks.settings import CodeTask, Limits
+from asyncrl.tasks.tables import Lines
 from asyncrl.types import Prompt
 
 

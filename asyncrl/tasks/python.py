@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import lru_cache
 from typing import Any, cast
 
+from asyncrl.config.task import PythonTask
 from asyncrl.errors import ConfigError
-from asyncrl.functions import load_function
+from asyncrl.system.user_functions import load_function
 from asyncrl.tasks.base import HELD_OUT_SHARE, Split, Task, is_held_out
-from asyncrl.tasks.rows import Rows, make_prompt
-from asyncrl.tasks.settings import PythonTask
+from asyncrl.tasks.tables import Rows, make_prompt
 from asyncrl.types import Prompt
 
 MAX_DRAWS = 1000 * HELD_OUT_SHARE

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.config.errors import did_you_mean
+from asyncrl.config.task import ReasoningGymTask
 from asyncrl.errors import ConfigError
-from asyncrl.optional import require
-from asyncrl.refusals import did_you_mean
+from asyncrl.system.optional import require
 from asyncrl.tasks.base import Split, is_held_out
-from asyncrl.tasks.settings import ReasoningGymTask
 from asyncrl.types import Prompt
 
 # Here and not where it is used: importing it takes seconds, which must not count as time spent on the first reward.

@@ -1,11 +1,10 @@
-"""Sources of prompts by their settings. A new one is a file here, its settings in asyncrl/config/task.py, and a line."""
+"""Sources of prompts by their settings. A new one is a file here, its settings in asyncrl.config.task, and a line."""
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from asyncrl.tasks.base import Task
-from asyncrl.tasks.settings import (
+from asyncrl.config.task import (
     ChainsTask,
     CodeTask,
     DatasetTask,
@@ -15,6 +14,7 @@ from asyncrl.tasks.settings import (
     ReasoningGymTask,
     TaskSettings,
 )
+from asyncrl.tasks.base import Task
 
 TASKS: dict[type[TaskSettings], str] = {
     ChainsTask: "asyncrl.tasks.chains:Chains",

@@ -6,24 +6,142 @@ a resumed run trains on each group exactly once. Of several ranks each writes fi
 whatever files there are: a checkpoint can be continued with any number of ranks.
 """
 
+import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from asyncrl.config.trainer import Lora
 from asyncrl.errors import CheckpointError
-from asyncrl.models.checkpoint import save_model, weight_files
-from asyncrl.training import adapter_files, sharded
+from asyncrl.models import lora
+from asyncrl.models.checkpoint import WEIGHTS, save_config, save_model, weight_files
+from asyncrl.models.names import cut, hf_parts
 from asyncrl.training.critic import Critic
+from asyncrl.training.distributed.ranks import Ranks
+from asyncrl.training.distributed.shards import TensorFiles, fill, read_rows
 from asyncrl.training.learner import Learner
-from asyncrl.training.ranks import Ranks
-from asyncrl.training.shards import TensorFiles, fill, read_rows
+
+# The adapters of a checkpoint, in peft's format, in a folder of their own.
+#
+# Beside the merged weights transformers would take them for changes still to be made.
+
+FOLDER = "adapter"
+
+
+def save_adapters(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
+    """Every rank has to come here; the first one writes."""
+    found: dict[str, Tensor] = {}
+    for own, (part,) in lora.adapter_parts(learner.model):
+        whole = learner.ranks.whole(learner.model.get_parameter(own).detach())
+        found[lora.PEFT_PREFIX + part.name] = whole.cpu().contiguous()
+    if learner.ranks.rank == 0:
+        folder = directory / FOLDER
+        folder.mkdir()
+        save_file(found, folder / lora.WEIGHTS, metadata={"format": "pt"})
+        (folder / lora.CONFIG).write_text(lora.peft_config(settings, base))
+
+
+def restore_adapters(learner: Learner, checkpoint: Path) -> None:
+    path = checkpoint / FOLDER / lora.WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint} holds no adapters: it was not written with trainer.lora.rank")
+    files = TensorFiles([path])
+    for own, (part,) in lora.adapter_parts(learner.model):
+        name = lora.PEFT_PREFIX + part.name
+        if name not in files:
+            raise CheckpointError(f"{path} holds no {name}: it was written with other trainer.lora.targets")
+        read_rows(files, name, learner.model.get_parameter(own), learner.ranks)
+
+
+# The files of a checkpoint that several ranks write, each about as many bytes.
+#
+# Tensors are gathered one after the other and kept, whole, by the rank that writes them: the files look the same
+# whatever the number of ranks was, the weights are a sharded Hugging Face checkpoint, and any other number can go on.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def write(learner: Learner, directory: Path) -> None:
+    """This rank's files; CheckpointError, on every rank, if one cannot write its own."""
+    ranks, problem = learner.ranks, ""
+    for stem, tensors in _shard_files(learner):
+        try:
+            save_file(tensors, directory / _name(stem, ranks.rank, ranks.world), metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            problem = f"rank {ranks.rank} cannot write into {directory}: {error}"
+    if ranks.rank == 0:
+        save_config(learner.model, directory, torch.float32)
+        files = {name: _name("model", rank, ranks.world) for name, rank in _weight_owners(learner).items()}
+        (directory / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+    if problems := [found.decode() for found in ranks.exchange(problem.encode()) if found]:
+        raise CheckpointError(f"{problems[0]}; the disk must have room, and every machine of the trainer must see it")
+
+
+def _name(stem: str, rank: int, world: int) -> str:
+    return f"{stem}-{rank + 1:05}-of-{world:05}.safetensors"
+
+
+def _shard_files(learner: Learner) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Gathered when asked for, so that one file's tensors are here at a time."""
+    ranks, model = learner.ranks, learner.model
+    yield "model", _weights(learner)
+    yield "optimizer", _moments(model, learner.optimizer, ranks)
+    if (critic := learner.critic) is not None:
+        owners = _owners(critic, ranks.world)
+        own = {name: _kept(p, ranks, owners[name]) for name, p in critic.named_parameters()}
+        weights = {name: tensor for name, tensor in own.items() if tensor is not None}
+        yield "critic", weights | _moments(critic, critic.optimizer, ranks)
+
+
+def _weights(learner: Learner) -> dict[str, Tensor]:
+    model, ranks = learner.model, learner.ranks
+    owners, found = _owners(model, ranks.world), dict[str, Tensor]()
+    for name, parts in hf_parts(model):
+        whole = learner.outgoing.weight(name, parts)
+        if owners[name] == ranks.rank:
+            found |= dict(cut(whole.cpu(), parts))
+    return found
+
+
+def _weight_owners(learner: Learner) -> dict[str, int]:
+    owners = _owners(learner.model, learner.ranks.world)
+    return {part.name: owners[own] for own, parts in hf_parts(learner.model) for part in parts}
+
+
+def _moments(module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Tensor]:
+    owners, found = _owners(module, ranks.world), dict[str, Tensor]()
+    for name, parameter in module.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        for key in MOMENTS if state else ():
+            whole = _kept(state[key], ranks, owners[name])
+            if whole is not None:
+                found |= {f"{name}/{key}": whole, f"{name}/step": state["step"]}
+    return found
+
+
+def _kept(tensor: Tensor, ranks: Ranks, owner: int) -> Tensor | None:
+    """The whole tensor where it is written; every rank takes part."""
+    whole = ranks.whole(tensor.detach())
+    return whole.cpu() if owner == ranks.rank else None
+
+
+def _owners(module: nn.Module, world: int) -> dict[str, int]:
+    """Who writes which parameter: always the one with the fewest bytes so far."""
+    used = [0] * world
+    found: dict[str, int] = {}
+    for name, parameter in module.named_parameters():
+        found[name] = used.index(min(used))
+        used[found[name]] += parameter.numel()
+    return found
+
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -67,11 +185,11 @@ def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model
         scratch.mkdir(parents=True)
     ranks.fence()
     if ranks.world > 1:
-        sharded.write(learner, scratch)
+        write(learner, scratch)
     else:
         _write(learner, scratch)
     if learner.lora.rank:
-        adapter_files.save_adapters(learner, scratch, learner.lora, model_path)
+        save_adapters(learner, scratch, learner.lora, model_path)
     if ranks.rank == 0:
         seen = learner.caution.least
         manifest = msgspec.structs.replace(manifest, least_drift=seen if math.isfinite(seen) else None)
@@ -137,8 +255,8 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     manifest = read_manifest(checkpoint)
     learner.settle()
     if learner.lora.rank:
-        adapter_files.restore_adapters(learner, checkpoint)
-    elif (checkpoint / adapter_files.FOLDER).exists():
+        restore_adapters(learner, checkpoint)
+    elif (checkpoint / FOLDER).exists():
         raise CheckpointError(f"{checkpoint} was written with trainer.lora.rank, which this run has not set")
     else:
         fill(learner.model, checkpoint, learner.ranks)
@@ -169,7 +287,7 @@ def _restore_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, save
     for name, parameter in module.named_parameters():
         if f"{name}/step" in saved:
             step = saved.tensor(f"{name}/step").to(parameter.device)
-            moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in sharded.MOMENTS}
+            moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
             optimizer.state[parameter] = {"step": step, **moments}
             for key, moment in moments.items():
                 read_rows(saved, f"{name}/{key}", moment, ranks)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.algorithms.ppo import critic_loss
-from asyncrl.algorithms.settings import Ppo
 from asyncrl.config import Trainer
+from asyncrl.config.algorithm import Ppo
+from asyncrl.training.batches import PackedBatch
+from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.forward import predicting_states
-from asyncrl.training.packing import PackedBatch
-from asyncrl.training.ranks import Ranks
 
 
 class Critic(nn.Module):

@@ -9,9 +9,9 @@ from asyncrl.config import Run, Trainer
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.head import TokenLogprobs, bf16_logits, chunked_logprobs
 from asyncrl.models.packed import attention_for
-from asyncrl.training.hidden import HiddenTap
+from asyncrl.training.batches import PackedBatch
+from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.memory import chunk_tokens
-from asyncrl.training.packing import PackedBatch
 
 
 def predicting_states(

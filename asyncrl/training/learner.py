@@ -17,30 +17,37 @@ from torch import Tensor
 from asyncrl.algorithms import penalties, registry
 from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Caution, Corrected, correct
-from asyncrl.algorithms.settings import Importance, Ppo
 from asyncrl.config import Run
+from asyncrl.config.algorithm import Importance, Ppo
+from asyncrl.config.trainer import Trainer
 from asyncrl.models import lora
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
 from asyncrl.training import memory
-from asyncrl.training.credit import Credit
+from asyncrl.training.advantages import Credit, graded
+from asyncrl.training.batches import PackedBatch, share
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
 from asyncrl.training.diagnostics import Observed, Ratios, figures, late, most_off_policy, shares
-from asyncrl.training.findings import Findings, of_all
+from asyncrl.training.distributed.rank_stats import Findings, of_all
+from asyncrl.training.distributed.ranks import Ranks
+from asyncrl.training.export import Outgoing, WorkingCopy
 from asyncrl.training.forward import PolicyForward
-from asyncrl.training.graded import graded
-from asyncrl.training.hidden import HiddenTap
-from asyncrl.training.outgoing import Outgoing
-from asyncrl.training.packing import PackedBatch, share
-from asyncrl.training.ranks import Ranks
+from asyncrl.training.guardrails import alarms
+from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.report import StepReport
-from asyncrl.training.schedule import learning_rate
-from asyncrl.training.sentinel import alarms
-from asyncrl.training.working import WorkingCopy
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
+
+# The learning rate over a run: it grows, stays, and falls.
+
+
+def learning_rate(settings: Trainer, step: int, steps: int) -> float:
+    """Of the `step`-th step, from 0, of `steps`. Neither the first step nor the last is without learning."""
+    grown = (step + 1) / settings.warmup_steps if settings.warmup_steps else 1.0
+    left = (steps - step) / (settings.decay_steps + 1) if settings.decay_steps else 1.0
+    return settings.lr * max(0.0, min(1.0, grown, left))
 
 
 class Learner:

@@ -13,11 +13,11 @@ that autograd really keeps. Sizes: E hidden, F gated layer, H query heads, K key
 
 from typing import NamedTuple
 
-from asyncrl.algorithms.settings import Ppo
 from asyncrl.config import Run
-from asyncrl.engines.settings import FakeEngine, NativeEngine
+from asyncrl.config.algorithm import Ppo
+from asyncrl.config.engine import FakeEngine, NativeEngine
+from asyncrl.config.trainer import Lora
 from asyncrl.models.config import ModelConfig, projection_shapes
-from asyncrl.training.settings import Lora
 
 FLOAT = 4
 ADAM = 2 * FLOAT

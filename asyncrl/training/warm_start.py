@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl.config import WarmStart
+from asyncrl.config.task import ChainsTask, TaskSettings
 from asyncrl.data.tokenizer import Tokenizer, save_character_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.models.checkpoint import random_model, save_model
@@ -22,7 +23,6 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.packed import packed_attention
 from asyncrl.tasks.chains import CHARACTERS, END, MIN_SIZE, Chain, Chains
-from asyncrl.tasks.settings import ChainsTask, TaskSettings
 
 MAX_POSITIONS = 256
 RAMP = 20

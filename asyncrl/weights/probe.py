@@ -11,8 +11,8 @@ from math import isfinite
 import numpy as np
 
 from asyncrl.config import Run
-from asyncrl.engines.settings import FakeEngine, VllmEngine
-from asyncrl.precision.settings import numerics
+from asyncrl.config.engine import FakeEngine, VllmEngine
+from asyncrl.config.precision import numerics
 from asyncrl.types import Probe, Request, Sampling
 
 PROMPTS, LENGTH = 8, 8

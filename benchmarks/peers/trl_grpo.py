@@ -148,8 +148,8 @@ def task_of(setting: Setting) -> tuple[Any, Judge]:
     from asyncrl.tasks.registry import make_task
 
     if not setting.on_gpu:
+        from asyncrl.config.task import ChainsTask
         from asyncrl.tasks.chains import reward
-        from asyncrl.tasks.settings import ChainsTask
 
         return make_task(ChainsTask(), 0), reward
     from asyncrl.tasks.reasoning_gym import graded_reward

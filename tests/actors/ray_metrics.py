@@ -9,9 +9,9 @@ from pathlib import Path
 
 os.environ |= {"RAY_metrics_report_interval_ms": "200"}  # 10 s by itself
 
-from actors import metrics
-from actors.spawn import cluster
-from asyncrl.tracking.base import Session
+from actors.runtime import prometheus
+from actors.runtime.spawn import cluster
+from asyncrl.observe.trackers.base import Session
 
 DEADLINE_S = 60.0
 
@@ -28,8 +28,8 @@ def main() -> None:
     session = Session(name="mine", project="tests", directory=Path(), config={})
     with cluster("local", cpus=1):
         said: list[str] = []
-        tracker = metrics.open(session, said.append)
-        values = {name: float(index) for index, name in enumerate((*metrics.GAUGES, *metrics.COUNTERS), start=1)}
+        tracker = prometheus.open(session, said.append)
+        values = {name: float(index) for index, name in enumerate((*prometheus.GAUGES, *prometheus.COUNTERS), start=1)}
         tracker.step(0, dict.fromkeys(values, 0.5))
         tracker.step(1, values)
         tracker.evaluation(2, {"sampled": 0.25, "greedy": 0.75})

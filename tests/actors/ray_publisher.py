@@ -11,13 +11,13 @@ import pytest
 from actors.buffer import BufferActor
 from actors.publisher import Publisher
 from actors.reward import RewardActor
-from actors.rollout import RolloutActor
-from actors.spawn import Resources, Spawner, cluster
-from actors.trainer import TrainerActor
+from actors.rollout.actor import RolloutActor
+from actors.runtime.spawn import Resources, Spawner, cluster
+from actors.trainer.actor import TrainerActor
 from asyncrl.config import Checkpoint, Run, WarmStart, Weights
-from asyncrl.engines.settings import NativeEngine
+from asyncrl.config.engine import NativeEngine
+from asyncrl.config.task import ChainsTask
 from asyncrl.errors import WeightSyncError
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 
 NONE = Resources(cpus=0.0)

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from actors.buffer import BufferActor
-from asyncrl.algorithms.settings import Grpo
 from asyncrl.config import Buffer, Flow, Rollout, Run
+from asyncrl.config.algorithm import Grpo
 from asyncrl.data.arrow import encode
 from asyncrl.errors import StallError, StorageError
 from asyncrl.types import Delivery, Slot
-from tests.buffers import payload, trajectory
-from tests.unit.test_buffer_log import file_size_limit
+from tests.buffer.test_log import file_size_limit
+from tests.support.buffer_stores import payload, trajectory
 
 
 class Clock:

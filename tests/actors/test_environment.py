@@ -9,20 +9,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.answering import Answer, Answering
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
-from actors.rollout import RolloutActor
+from actors.rollout.actor import RolloutActor
+from actors.rollout.generation import Answer, Answering
 from asyncrl.config import Checkpoint, Flow, Reward, Rollout, Run, check
+from asyncrl.config.engine import FakeEngine, NativeEngine
+from asyncrl.config.user_code import Environment
 from asyncrl.data.arrow import decode
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.engines.settings import FakeEngine, NativeEngine
-from asyncrl.environments.base import Conversation, respond
-from asyncrl.environments.settings import Environment
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.base import RewardFailure
-from asyncrl.training.packing import block, pack
+from asyncrl.training.batches import block, pack
 from asyncrl.types import GIVEN, Delta, Group, Prompt, Request, Sampling, Segment, Slot, Trajectory
+from asyncrl.user_code.environments import Conversation, respond
+from asyncrl.user_code.protocol import RewardFailure
 from tests.actors.test_publisher import model, scene  # pyright: ignore[reportUnusedImport]
 
 __all__ = ["model"]

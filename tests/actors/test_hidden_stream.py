@@ -8,17 +8,17 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.drafter import DrafterActor
-from actors.hidden_stream import HiddenStream
-from actors.rollout import RolloutActor
+from actors.drafter.actor import DrafterActor
+from actors.drafter.hidden_stream import HiddenStream
+from actors.rollout.actor import RolloutActor
+from asyncrl.config.drafter import DrafterTraining, Eagle3Drafter
 from asyncrl.data.arrow import decode as decode_trajectory
 from asyncrl.drafting.checkpoint import fresh_head, save_head
-from asyncrl.drafting.settings import DrafterTraining, Eagle3Drafter
 from asyncrl.drafting.windows import Window, decode
 from asyncrl.models.config import read_config
 from asyncrl.types import GIVEN, Prompt, Trajectory
 from tests.actors.test_publisher import Scene, model, scene  # pyright: ignore[reportUnusedImport]
-from tests.drafting import random_window
+from tests.support.draft_windows import random_window
 
 __all__ = ["model"]
 

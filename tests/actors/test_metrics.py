@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from actors import metrics
-from asyncrl.tracking.settings import EXPORTS, is_installed
+from actors.runtime import prometheus
+from asyncrl.config.trackers import EXPORTS, is_installed
 
 REPOSITORY = Path(__file__).parents[2]
 DASHBOARD = REPOSITORY / "configs" / "grafana" / "asyncrl.json"
 PAGE = {
-    *(f"ray_asyncrl_{name}" for name in metrics.GAUGES),
-    *(f"ray_asyncrl_{name}_total" for name in metrics.COUNTERS),
-    *(f"ray_asyncrl_held_out_{name}" for name in metrics.SCORES),
+    *(f"ray_asyncrl_{name}" for name in prometheus.GAUGES),
+    *(f"ray_asyncrl_{name}_total" for name in prometheus.COUNTERS),
+    *(f"ray_asyncrl_held_out_{name}" for name in prometheus.SCORES),
 }
 """What stands on the page that Prometheus reads."""
 TOPICS = ("throughput", "waits", "staleness", "reward", "effective sample size", "sync", "buffer", "engines")
@@ -32,7 +32,7 @@ def test_ray_exports_every_figure_with_its_value() -> None:
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     told, found = answer["told"], answer["found"]
     assert found.keys() == PAGE
-    assert {name: found[f"ray_asyncrl_{name}"] for name in metrics.GAUGES} == {n: told[n] for n in metrics.GAUGES}
+    assert {name: found[f"ray_asyncrl_{name}"] for name in prometheus.GAUGES} == {n: told[n] for n in prometheus.GAUGES}
     assert found["ray_asyncrl_generated_tokens_total"] == told["generated_tokens"]
     assert (found["ray_asyncrl_held_out_sampled"], found["ray_asyncrl_held_out_greedy"]) == (0.25, 0.75)
 

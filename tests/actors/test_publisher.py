@@ -12,16 +12,16 @@ import torch
 from actors.buffer import BufferActor
 from actors.publisher import Publisher
 from actors.reward import RewardActor
-from actors.rollout import RolloutActor
-from actors.trainer import TrainerActor
-from actors.trial import Trial
+from actors.rollout.actor import RolloutActor
+from actors.rollout.quarantine import Trial
+from actors.trainer.actor import TrainerActor
 from asyncrl.config import Checkpoint, Flow, Rollout, Run, WarmStart, Weights
-from asyncrl.engines.settings import FakeEngine, NativeEngine
+from asyncrl.config.engine import FakeEngine, NativeEngine
+from asyncrl.config.task import ChainsTask
 from asyncrl.errors import WeightSyncError
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Probe, Prompt, SendOrder, WeightManifest
-from tests.serving import serving
+from tests.support.in_process_actors import serving
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from actors.publisher import Publisher
-from actors.trainer import TrainerActor
+from actors.trainer.actor import TrainerActor
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import SendOrder, WeightManifest
-from asyncrl.weights import file
 from asyncrl.weights.manifest import CUDA_IPC
-from asyncrl.weights.transport import Transport, Writer, make_writer, to_file
-from tests.receiver import ProcessEngine
+from asyncrl.weights.transports import file
+from asyncrl.weights.transports.registry import Transport, Writer, make_writer, to_file
+from tests.support.weight_receiver import ProcessEngine
 
 GRACE = 0.5
 DEADLINES: dict[Transport, float] = {"shared_memory": 2.0, "file": 2.0, "cuda_ipc": 10.0}
@@ -111,7 +111,7 @@ def _flip(writer: Writer, manifest: WeightManifest) -> None:
 
 
 def _flip_on_gpu(writer: Writer, location: str) -> None:
-    from asyncrl.weights.cuda_ipc import CudaIpcWriter, cupy
+    from asyncrl.weights.transports.cuda_ipc import CudaIpcWriter, cupy
 
     assert isinstance(writer, CudaIpcWriter)
     handle, offset = location.removeprefix(CUDA_IPC).split("@")

@@ -7,7 +7,7 @@ import pytest
 from actors.reward import RewardActor
 from asyncrl.config import Reward
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.base import RewardInput, RewardResult
+from asyncrl.user_code.protocol import RewardInput, RewardResult
 
 
 def test_scores_the_quickstart_task() -> None:

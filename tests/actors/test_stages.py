@@ -7,19 +7,19 @@ from typing import Any, cast
 
 import pytest
 
-from actors.outbox import Outbox
 from actors.reward import RewardActor
+from actors.rollout.delivery import Outbox
 from asyncrl.config import Reward
 from asyncrl.data.arrow import decode
 from asyncrl.errors import ConfigError
-from asyncrl.functions import keep_here
-from asyncrl.rewards.base import RewardFailure, RewardInput, RewardResult
-from asyncrl.rewards.score import Score
-from asyncrl.stages.base import Drop, Sample, pass_through
+from asyncrl.system.user_functions import keep_here
 from asyncrl.types import Segment, Slot, Trajectory
+from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult
+from asyncrl.user_code.score import Score
+from asyncrl.user_code.stages import Drop, Sample, pass_through
 
 FUNCTIONS = """
-from asyncrl.stages.base import Drop
+from asyncrl.user_code.stages import Drop
 
 def short(samples):
     return [sample if sample.tokens < 3 else Drop("too_long") for sample in samples]

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from actors.asked import AT_ONCE
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
-from actors.rollout import RolloutActor
+from actors.rollout.actor import RolloutActor
+from actors.rollout.generation import AT_ONCE
 from asyncrl.config import Checkpoint, Flow, Rollout, Run
+from asyncrl.config.engine import FakeEngine
 from asyncrl.engines.fake import FakeEngine as Fake
-from asyncrl.engines.settings import FakeEngine
 from asyncrl.types import Probe, Prompt, Request
 from tests.actors.test_publisher import model  # pyright: ignore[reportUnusedImport]
 

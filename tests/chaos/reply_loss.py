@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from actors.buffer import BufferActor
-from actors.spawn import Resources, Spawner, cluster
-from asyncrl.audit.audit import audit
-from asyncrl.audit.evidence import stored_slots
+from actors.runtime.spawn import Resources, Spawner, cluster
 from asyncrl.config import Flow, Rollout, Run
 from asyncrl.errors import ActorError
+from asyncrl.observe.audit.audit import audit
+from asyncrl.observe.audit.evidence import stored_slots
 from asyncrl.types import Receipt
-from tests.buffers import payload
+from tests.support.buffer_stores import payload
 
 GROUP = 10
 

@@ -9,21 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.audit.audit import Audit, audit
-from asyncrl.buffer import journal, records
-from asyncrl.buffer.frames import Scan
-from asyncrl.buffer.journal import Journal
-from asyncrl.buffer.log import Log, segment_paths
+from asyncrl.buffer import journal
+from asyncrl.buffer.journal import Admitted, Advanced, Committed, Delivered, Dropped, Journal, Late, Limited, Record
+from asyncrl.buffer.log import Log, Scan, segment_paths
 from asyncrl.buffer.payloads import SCHEMA_HASH, STEM, open_log, pack_slot
 from asyncrl.buffer.reader import read_run
-from asyncrl.buffer.records import Admitted, Advanced, Committed, Delivered, Dropped, Late, Limited, Record
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Buffer
 from asyncrl.data.arrow import encode
 from asyncrl.errors import CorruptSegmentError
+from asyncrl.observe.audit.audit import Audit, audit
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.types import Segment, Slot, Ticket
-from tests.buffers import open_buffer, payload, trajectory
+from tests.support.buffer_stores import open_buffer, payload, trajectory
 
 MANIFEST = TrainingManifest(step=1, samples_trained=4, consumed=((0, 1),))
 """Of the small run's first step."""
@@ -271,7 +269,7 @@ def test_any_record_left_out_or_doubled_is_found_or_harmless(tmp_path: Path) -> 
     """A journal with right checksums but one record too few or too many: only what changes no id may pass."""
     small_run(tmp_path / "run")
     [path] = segment_paths(tmp_path / "run", journal.STEM)
-    entries = [records.decode(frame.payload) for frame in Scan(path, schema=journal.SCHEMA_HASH)]
+    entries = [journal.decode(frame.payload) for frame in Scan(path, schema=journal.SCHEMA_HASH)]
     passed: list[str] = []
     for number, entry in enumerate(entries):
         for change in (entries[:number] + entries[number + 1 :], entries[: number + 1] + entries[number:]):

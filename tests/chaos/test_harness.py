@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 
 from asyncrl.chaos import plan
-from tests.pipelines import helpers
 from tests.pipelines.conftest import model as model
+from tests.support import quickstart_runs
 
 ALL = ",".join(plan.KINDS)
 
 
 def chaos(root: Path, model: Path, *words: str, timeout: float) -> "subprocess.CompletedProcess[str]":
-    settings = [*helpers.command(root, model, "name=trial")[2:], "checkpoint.every=2", "flow.stall_timeout_s=60"]
+    settings = [
+        *quickstart_runs.command(root, model, "name=trial")[2:],
+        "checkpoint.every=2",
+        "flow.stall_timeout_s=60",
+    ]
     return subprocess.run(
-        [helpers.COMMAND, "chaos", *settings, *words],
+        [quickstart_runs.COMMAND, "chaos", *settings, *words],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -26,7 +30,9 @@ def chaos(root: Path, model: Path, *words: str, timeout: float) -> "subprocess.C
 
 
 def told(run: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([helpers.COMMAND, "check", str(run)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [quickstart_runs.COMMAND, "check", str(run)], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ from asyncrl.chaos.plan import KINDS, plan, roles
 from asyncrl.chaos.rewards import faulty, write_wrapper
 from asyncrl.config import Rollout, Run
 from asyncrl.errors import ConfigError
-from asyncrl.functions import find_function
+from asyncrl.system.user_functions import find_function
 from tests.chaos.test_check import check, small_run, violation
 
 AMONG = roles(Run(rollout=Rollout(replicas=2)))

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.buffer.ledger import Book
 from asyncrl.types import Slot
-from tests.chaos.world import World
+from tests.support.chaos_world import World
 
 MEMORY = Path("/dev/shm")
 

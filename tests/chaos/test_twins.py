@@ -18,10 +18,10 @@ from asyncrl.buffer.reader import read_deliveries
 from asyncrl.models.checkpoint import WEIGHTS
 from asyncrl.training.checkpoint import numbered
 from asyncrl.weights.manifest import digest_tensors
-from pipelines.check import check
-from tests.pipelines import helpers
+from pipelines.cli.check import check
 from tests.pipelines.conftest import model as model
 from tests.pipelines.test_replay import graded
+from tests.support import quickstart_runs
 
 DETERMINISTIC = (
     "max_staleness=0",
@@ -66,12 +66,12 @@ def points(rng: random.Random, steps: int) -> Iterator[str]:
 def test_killed_and_resumed_is_never_killed(tmp_path: Path, model: Path, seed: int, steps: int) -> None:
     settings = (*DETERMINISTIC, f"steps={steps}", f"seed={seed}", graded(tmp_path))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    helpers.finish(helpers.start(whole, model, *settings))
-    process, kills = helpers.start(broken, model, *settings), 0
+    quickstart_runs.finish(quickstart_runs.start(whole, model, *settings))
+    process, kills = quickstart_runs.start(broken, model, *settings), 0
     for point in points(random.Random(seed), steps):
         kills += kill_at(process, broken / "run", point)
-        process = helpers.start_resume(broken / "run")
-    helpers.finish(process)
+        process = quickstart_runs.start_resume(broken / "run")
+    quickstart_runs.finish(process)
     assert kills >= steps // 2, "the run was over before it could be killed"
     assert check(broken / "run").sound
     assert read_deliveries(broken / "run" / "trajectories") == read_deliveries(whole / "run" / "trajectories")

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.rundir import read_events
-from pipelines.check import check
+from asyncrl.system.run_directory import read_events
+from pipelines.cli.check import check
 from tests.cluster.nodes import Node, wait_until
 
 REPOSITORY = Path(__file__).parents[2]

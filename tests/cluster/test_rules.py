@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from asyncrl.errors import ConfigError
-from pipelines import cluster_kuberay, cluster_rules, cluster_schema
-from pipelines.cluster_commands import Cluster
+from pipelines.cluster import kuberay, rules
+from pipelines.cluster.commands import Cluster
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "cluster"
 RAY_UP = ("local", "aws", "gcp")
@@ -30,9 +30,9 @@ def write(path: Path, cluster: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", [*RAY_UP, *KUBERAY])
 def test_what_we_ship_is_in_order_and_has_to_be_filled_in(name: str) -> None:
     path = CLUSTERS / f"{name}.yaml"
-    cluster = cluster_rules.check(path)
+    cluster = rules.check(path)
     with pytest.raises(ConfigError, match="an example; write your own"):
-        cluster_rules.check_filled_in(path, cluster)
+        rules.check_filled_in(path, cluster)
 
 
 def test_every_file_is_looked_at() -> None:
@@ -139,7 +139,7 @@ def test_a_bad_ray_up_file_is_refused_with_its_field(case: str, tmp_path: Path) 
     spoil(cluster)
     path = write(tmp_path / "cluster.yaml", cluster)
     with pytest.raises(ConfigError, match=refusal) as refused:
-        cluster_rules.check(path)
+        rules.check(path)
     assert all(line.startswith(f"{path}: ") for line in str(refused.value).splitlines())
 
 
@@ -218,15 +218,15 @@ def test_a_bad_manifest_is_refused_with_its_field(case: str) -> None:
     manifest = read(name)
     spoil(manifest)
     with pytest.raises(ConfigError, match=refusal):
-        raise ConfigError("\n".join(cluster_kuberay.problems(manifest)))
+        raise ConfigError("\n".join(kuberay.problems(manifest)))
 
 
 def test_rays_own_check_fills_in_defaults_and_names_the_field() -> None:
     """The private API that `cluster_schema` stands on."""
-    full = cluster_schema.prepared({"cluster_name": "x", "provider": {"type": "aws"}})
+    full = rules.prepared({"cluster_name": "x", "provider": {"type": "aws"}})
     assert any("--dashboard-host=0.0.0.0" in command for command in full[START])
     with pytest.raises(ConfigError, match=r"max_workers: Ray does not allow it: 'x' is not of type 'integer'"):
-        cluster_schema.prepared({"cluster_name": "x", "provider": {"type": "aws"}, "max_workers": "x"})
+        rules.prepared({"cluster_name": "x", "provider": {"type": "aws"}, "max_workers": "x"})
 
 
 @pytest.mark.parametrize(
@@ -249,6 +249,6 @@ def test_no_cluster_at_all(text: str, refusal: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=refusal):
-        cluster_rules.check(path)
+        rules.check(path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        cluster_rules.check(tmp_path / "none.yaml")
+        rules.check(tmp_path / "none.yaml")

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.errors import ClusterError, ConfigError
 from pipelines.cli import main
+from pipelines.cluster.submit import submit
 from pipelines.compose import compose
-from pipelines.submit import submit
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_a_template_and_a_manifest_are_refused_by_the_command(capsys: pytest.Cap
 
 
 def job(home: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "pipelines.cluster_job", *words]
+    command = [sys.executable, "-m", "pipelines.cluster.job", *words]
     environment = {**os.environ, "HOME": str(home)}
     return subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=False

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from asyncrl.config import WarmStart
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
 from pipelines.cli import main
-from pipelines.cli_parser import parse
-from tests.docs.shown import PAGES, ROOT, Command, shown
-from tests.tiny_chat import tiny_chat_model
+from pipelines.cli.parser import parse
+from tests.support.shown_commands import PAGES, ROOT, Command, shown
+from tests.support.tiny_chat import tiny_chat_model
 
 SHORT = (
     "cluster=inprocess",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from asyncrl.engines.native.cuda.kernels.shapes import Heads
 from tests.engines.cuda_fp8_pages import SCALES
-from tests.engines.cuda_places import Place, close
+from tests.support.cuda_places import Place, close
 
 ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
 """How the axes pages, heads, tokens and channels lie in memory; both are their own inverse."""

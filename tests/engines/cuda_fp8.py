@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from asyncrl.engines.native.cuda.fp8 import quantized_matrix
 from asyncrl.engines.native.cuda.kernels.shapes import Codes, Fp8Matrix, Kernels
-from asyncrl.engines.native.cuda.weights_fp8 import quantized_matrix
 from asyncrl.models.names import Part
 from asyncrl.precision.quantizer import ACTIVATION_BLOCK, WEIGHT_BLOCK, Quantized, dequantize, quantize
-from tests.engines.cuda_places import TORCH, Place, both
+from tests.support.cuda_places import TORCH, Place, both
 
 
 def _activations(place: Place) -> list[Tensor]:

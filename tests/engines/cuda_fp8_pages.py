@@ -5,8 +5,8 @@ from torch import Tensor
 
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Kv
 from asyncrl.precision.quantizer import saturated
-from tests.engines.cuda_cases import Case, cases
-from tests.engines.cuda_places import Place, both, close
+from tests.support.cuda_cases import Case, cases
+from tests.support.cuda_places import Place, both, close
 
 SCALES = [0.03125, 0.015625]
 

@@ -15,10 +15,10 @@ from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Move,
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.manifest import layout
 from tests.engines import cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
-from tests.engines.cuda_cases import Case, cases
-from tests.engines.cuda_places import Place, both, close
 from tests.engines.cuda_verification import verify, verify_leaves_the_targets_distribution
-from tests.engines.interpreter import round_as_hardware
+from tests.support.cuda_cases import Case, cases
+from tests.support.cuda_places import Place, both, close
+from tests.support.triton_interpreter import round_as_hardware
 
 
 def embed(place: Place) -> None:

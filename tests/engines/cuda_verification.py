@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.native.cuda.kernels.shapes import Drafts, Kernels, Proposals
-from tests.engines.cuda_places import Place, both
+from tests.support.cuda_places import Place, both
 
 
 class Verified(NamedTuple):

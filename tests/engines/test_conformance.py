@@ -13,8 +13,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from asyncrl.engines.base import OnUpdate
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.types import Fp8Version, WeightManifest
-from tests.engines.drafters import DRAFTERS, GUESSING, drafting, paged_drafting, save_heads
-from tests.engines.driving import (
+from tests.support.drafters import DRAFTERS, GUESSING, drafting, paged_drafting, save_heads
+from tests.support.driving import (
     LONG,
     PROMPT,
     Answer,
@@ -30,9 +30,9 @@ from tests.engines.driving import (
     publishing,
     until_generated,
 )
-from tests.engines.parity import behaviour, gathered, processed, reference_logits
-from tests.engines.vllm import SharedVllm, needs_vllm
-from tests.tiny_model import tiny_checkpoint
+from tests.support.parity import behaviour, gathered, processed, reference_logits
+from tests.support.real_vllm import SharedVllm, needs_vllm
+from tests.support.tiny_model import tiny_checkpoint
 
 Publish = Callable[[int], WeightManifest]
 pytestmark = pytest.mark.timeout(300)

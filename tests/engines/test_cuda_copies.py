@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.cooperative import Job
+from asyncrl.engines.native.batch_table import SlotTable
 from asyncrl.engines.native.cuda.inputs import Sizes, StepInputs
 from asyncrl.engines.native.cuda.memory import KvMemory
 from asyncrl.engines.native.cuda.pages import PAGE, Copy, PageTable
 from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.native.slots import SlotTable
-from tests.engines.driving import LONG, ask
+from tests.support.driving import LONG, ask
 
 LAYERS, HEADS, DIM, PAGES = 2, 3, 4, 50
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.devices import has_gpu
+from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.settings import NativeEngine as Settings
-from tests.engines.driving import ask, collect, publishing, serving
-from tests.tiny_model import tiny_checkpoint
+from asyncrl.system.devices import has_gpu
+from tests.support.driving import ask, collect, publishing, serving
+from tests.support.tiny_model import tiny_checkpoint
 
 LAYERS = 3
 SLEEP = 400_000_000

@@ -11,12 +11,12 @@ from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.kernels.shapes import Move
 from asyncrl.engines.native.cuda.kernels.torch_kernels import KERNELS
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.native.published import Receiver
+from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.manifest import layout
-from asyncrl.weights.mirror import sealed
+from asyncrl.weights.transports.mirror import sealed
 
 SHAPES = {"embed": (40, 16), "norm": (16,), "up": (24, 16), "scale": ()}
 WHO = Receiver("test", "version 0", "model")

@@ -13,10 +13,10 @@ import torch
 
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from tests.engines.cuda_kernels import CHECKS, Place
-from tests.engines.driving import Answer, serving
-from tests.precision.publishing import publishing
 from tests.precision.test_cuda_engine import QUANTIZED, answers, engine, in_turn
-from tests.tiny_model import tiny_checkpoint
+from tests.support.driving import Answer, serving
+from tests.support.fp8_publishing import publishing
+from tests.support.tiny_model import tiny_checkpoint
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(

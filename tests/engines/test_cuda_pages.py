@@ -12,17 +12,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.base import Engine
 from asyncrl.engines.cooperative import Job
+from asyncrl.engines.native.batch_table import SlotTable
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.inputs import Sizes, StepInputs
 from asyncrl.engines.native.cuda.pages import PAGE, Copy, PageTable
 from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.native.slots import SlotTable
-from asyncrl.engines.settings import NativeEngine as Settings
-from tests.engines.driving import LONG, Answer, ask, collect_all, native, publishing, serving
-from tests.tiny_model import tiny_checkpoint
+from tests.support.driving import LONG, Answer, ask, collect_all, native, publishing, serving
+from tests.support.tiny_model import tiny_checkpoint
 
 ROWS, LENGTH, SIZE, PAGES = 5, 40, 8, 14
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.drafting.settings import DrafterSettings, NgramDrafter, NoDrafter
+from asyncrl.config.drafter import DrafterSettings, NgramDrafter, NoDrafter
+from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.native.cuda import decoding
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Shape
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.settings import NativeEngine as Settings
-from tests.engines.driving import LONG, Answer, ask, collect, serving
-from tests.tiny_model import tiny_checkpoint
+from tests.support.driving import LONG, Answer, ask, collect, serving
+from tests.support.tiny_model import tiny_checkpoint
 
 NEVER = 10**9
 CLOSE = 1e-4

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.native.cuda.engine import CudaEngine
-from asyncrl.engines.settings import NativeEngine as Settings
-from tests.engines.driving import ask, collect, publishing, serving, until_generated
-from tests.tiny_model import tiny_checkpoint
+from tests.support.driving import ask, collect, publishing, serving, until_generated
+from tests.support.tiny_model import tiny_checkpoint
 
 TOKENS = 300
 

@@ -7,21 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter, NgramDrafter, Strategy
+from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.drafting.checkpoint import head_tensors, save_head
 from asyncrl.drafting.heads import Kind
-from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, NgramDrafter, Strategy
 from asyncrl.engines.base import Engine, OnUpdate
 from asyncrl.engines.native.build import on_gpu
 from asyncrl.engines.native.cuda.drafting import RING
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.pages import PAGE
-from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.types import EngineStats, Request
-from asyncrl.weights.shared_memory import SharedMemoryWriter
-from tests.engines.drafters import FIXED, Switching, drafting, paged_drafting, random_head, save_heads, teach
-from tests.engines.driving import (
+from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
+from tests.engines.test_speculation_drafts import Offline, spoil_file
+from tests.support.drafters import FIXED, Switching, drafting, paged_drafting, random_head, save_heads, teach
+from tests.support.driving import (
     LONG,
     PROMPT,
     Answer,
@@ -33,9 +34,8 @@ from tests.engines.driving import (
     serving,
     until_generated,
 )
-from tests.engines.parity import behaviour
-from tests.engines.test_speculation_drafts import Offline, spoil_file
-from tests.tiny_model import tiny_checkpoint
+from tests.support.parity import behaviour
+from tests.support.tiny_model import tiny_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.drafting.settings import NgramDrafter, Strategy
-from asyncrl.engines.native.cuda.board import Flight
+from asyncrl.config.drafter import NgramDrafter, Strategy
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.engines.native.cuda.device_outputs import Flight
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.sampling import Column
-from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import EngineError
 from asyncrl.types import Delta, WeightAck, WeightManifest
-from tests.engines.driving import LONG, PROMPT, Answer, ask, collect, collect_all, publishing, serving, until_generated
-from tests.engines.parity import behaviour
-from tests.tiny_model import tiny_checkpoint
+from tests.support.driving import LONG, PROMPT, Answer, ask, collect, collect_all, publishing, serving, until_generated
+from tests.support.parity import behaviour
+from tests.support.tiny_model import tiny_checkpoint
 
 EXACT = 1e-3
 Hook = Callable[[], object]

@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 
+from asyncrl.config.engine import FakeEngine as Settings
 from asyncrl.engines.fake import FakeEngine
-from asyncrl.engines.settings import FakeEngine as Settings
-from tests.engines.driving import ask, collect_all, serving
+from tests.support.driving import ask, collect_all, serving
 
 
 def test_lengths_are_log_normal_and_stops_are_kept() -> None:

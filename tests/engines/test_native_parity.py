@@ -8,24 +8,14 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
-from asyncrl.weights.shared_memory import SharedMemoryWriter
-from tests.engines.driving import (
-    LONG,
-    Answer,
-    ask,
-    collect,
-    collect_all,
-    native,
-    publishing,
-    serving,
-    until_generated,
-)
-from tests.engines.parity import gathered, reference_logits
-from tests.tiny_model import FAMILIES, tiny_checkpoint
+from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
+from tests.support.driving import LONG, Answer, ask, collect, collect_all, native, publishing, serving, until_generated
+from tests.support.parity import gathered, reference_logits
+from tests.support.tiny_model import FAMILIES, tiny_checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)

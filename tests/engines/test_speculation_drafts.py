@@ -10,27 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter, Strategy
+from asyncrl.config.engine import FakeEngine as FakeSettings
+from asyncrl.config.engine import NativeEngine as NativeSettings
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.checkpoint import head_tensors, save_head
 from asyncrl.drafting.heads import Head, Kind
-from asyncrl.drafting.settings import Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter, Strategy
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.native.engine import NativeEngine
+from asyncrl.engines.native.cpu.draft_heads import Tree
+from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.engines.native.sampling import Purpose, draw, stream_starts, uniforms_at
 from asyncrl.engines.native.speculation.ngram import Group
-from asyncrl.engines.native.speculation.tree import Tree
-from asyncrl.engines.settings import FakeEngine as FakeSettings
-from asyncrl.engines.settings import NativeEngine as NativeSettings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.decoder import Decoder
 from asyncrl.types import EngineStats, Request
-from asyncrl.weights.shared_memory import SharedMemoryWriter
-from tests.engines.drafters import FIXED, Switching, features, random_head, states, teach
-from tests.engines.driving import LONG, PROMPT, Answer, ask, collect, collect_all, native, serving
-from tests.engines.parity import gathered, reference_logits
-from tests.tiny_model import tiny_checkpoint
+from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
+from tests.support.drafters import FIXED, Switching, features, random_head, states, teach
+from tests.support.driving import LONG, PROMPT, Answer, ask, collect, collect_all, native, serving
+from tests.support.parity import gathered, reference_logits
+from tests.support.tiny_model import tiny_checkpoint
 
 Drafting = Callable[[list[int]], list[list[int]]]
 """From a text to all drafted paths behind it, longest last."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.native.sampling import Purpose, RowSettings, row_settings, sample, stream_starts, uniforms_at
-from asyncrl.engines.native.speculation.verify import Drafted, Uniforms, follow, verify
+from asyncrl.engines.native.verification import Drafted, Uniforms, follow, verify
 
 P = torch.tensor([0.5, 0.3, 0.2])
 Q = torch.tensor([0.2, 0.7, 0.1])

@@ -12,32 +12,22 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl import devices
 from asyncrl.config import Run
-from asyncrl.devices import has_avx512, has_gpu
-from asyncrl.drafting.settings import Adaptive, DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter, Strategy
+from asyncrl.config.drafter import Adaptive, DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter, Strategy
+from asyncrl.config.engine import VllmEngine
 from asyncrl.engines.base import Engine
-from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import VllmEngine
-from asyncrl.engines.vllm import versions
+from asyncrl.engines.registry import build_vllm
 from asyncrl.errors import EngineError
+from asyncrl.system import devices, minimum_versions
+from asyncrl.system.devices import has_avx512, has_gpu
 from asyncrl.types import EngineStats, SpeculationArm
-from asyncrl.weights.shared_memory import SharedMemoryWriter
-from pipelines import plan
+from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
 from pipelines.compose import compose
-from tests.engines.driving import (
-    LONG,
-    Answer,
-    ask,
-    child_processes,
-    collect,
-    collect_all,
-    serving,
-    until_generated,
-)
-from tests.engines.parity import gathered, reference_logits
-from tests.engines.vllm import TINY, needs_vllm
-from tests.tiny_model import tiny_checkpoint, tiny_eagle3
+from pipelines.plan import plan
+from tests.support.driving import LONG, Answer, ask, child_processes, collect, collect_all, serving, until_generated
+from tests.support.parity import gathered, reference_logits
+from tests.support.real_vllm import TINY, needs_vllm
+from tests.support.tiny_model import tiny_checkpoint, tiny_eagle3
 
 pytestmark = pytest.mark.timeout(300)
 REPEATING = (7, 8, 9, 10) * 6
@@ -53,12 +43,12 @@ REPEATING = (7, 8, 9, 10) * 6
     ],
 )
 def test_a_vllm_that_does_not_fit_is_named_with_the_command_that_mends_it(found: str | None, words: str) -> None:
-    assert words in str(versions.problem(found))
+    assert words in str(minimum_versions.problem(found))
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.27.1", "0.29.0+cpu", "0.29.1rc1"])
 def test_supported_versions_have_no_problem(found: str) -> None:
-    assert versions.problem(found) is None
+    assert minimum_versions.problem(found) is None
 
 
 @needs_vllm
@@ -263,6 +253,6 @@ def test_vllm_is_the_default_where_it_can_use_a_gpu(
     gpu: bool, found: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(versions, "installed", lambda: found)
+    monkeypatch.setattr(minimum_versions, "installed", lambda: found)
     assert compose(["task.max_size=9"]).engine.__struct_config__.tag == chosen
     assert compose(["experiment=quickstart"]).engine.__struct_config__.tag == "native", "the demo stays on the CPU"

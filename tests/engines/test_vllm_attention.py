@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.devices import has_gpu
-from asyncrl.drafting.settings import DrafterSettings, NgramDrafter, NoDrafter
-from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.config.drafter import DrafterSettings, NgramDrafter, NoDrafter
+from asyncrl.config.engine import VllmEngine
+from asyncrl.engines.registry import build_vllm
 from asyncrl.engines.vllm.environment import OWNER
-from tests.engines.driving import LONG, Answer, ask, collect_all, serving
-from tests.engines.parity import gathered, reference_logits
-from tests.engines.vllm import TINY, needs_vllm
-from tests.tiny_model import tiny_checkpoint
+from asyncrl.system.devices import has_gpu
+from tests.support.driving import LONG, Answer, ask, collect_all, serving
+from tests.support.parity import gathered, reference_logits
+from tests.support.real_vllm import TINY, needs_vllm
+from tests.support.tiny_model import tiny_checkpoint
 
 PROMPTS = LONG[:20], LONG[:63], LONG
 """Three rows in graphs for four; answers pass the ends of pages."""

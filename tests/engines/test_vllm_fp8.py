@@ -15,8 +15,9 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-from asyncrl.drafting.settings import NoDrafter
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import VllmEngine
+from asyncrl.config.precision import Fp8
 from asyncrl.engines.vllm.fp8 import InFp8, check_names, set_kv_scales
 from asyncrl.engines.vllm.loader import BlockLoader
 from asyncrl.engines.vllm.options import BLOCKS, engine_args
@@ -24,11 +25,10 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.quantizer import WEIGHT_BLOCK, Quantized, dequantize, quantize
-from asyncrl.precision.settings import Fp8
 from asyncrl.types import Fp8Version, WeightManifest
-from tests.engines.vllm import TINY, needs_vllm
-from tests.precision.publishing import publishing
-from tests.tiny_model import tiny_checkpoint
+from tests.support.fp8_publishing import publishing
+from tests.support.real_vllm import TINY, needs_vllm
+from tests.support.tiny_model import tiny_checkpoint
 
 INPUTS = 64
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import speculation
-from tests.engines.vllm import needs_vllm
+from tests.support.real_vllm import needs_vllm
 
 
 @needs_vllm

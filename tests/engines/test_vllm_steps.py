@@ -14,12 +14,12 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.config.engine import VllmEngine
 from asyncrl.engines.vllm.requests import VllmRequests, _Job, _sampled
 from asyncrl.engines.vllm.scheduler import join
 from asyncrl.errors import EngineError
 from benchmarks import vllm_host
-from tests.engines.driving import ask
+from tests.support.driving import ask
 
 
 def batch_of(counts: list[int], *, drafted: bool) -> LogprobsLists:

@@ -15,7 +15,7 @@ pytestmark = [
 READER = """
 import sys, msgspec, torch
 from asyncrl.types import WeightManifest
-from asyncrl.weights.transport import digest_published, read_published
+from asyncrl.weights.transports.registry import digest_published, read_published
 manifest = msgspec.json.decode(sys.stdin.read(), type=WeightManifest)
 print(digest_published(manifest))
 for name, tensor in read_published(manifest, torch.device("cuda")):
@@ -24,7 +24,7 @@ for name, tensor in read_published(manifest, torch.device("cuda")):
 
 
 def test_another_process_reads_what_was_published() -> None:
-    from asyncrl.weights.transport import make_writer
+    from asyncrl.weights.transports.registry import make_writer
 
     generator = torch.Generator("cuda").manual_seed(0)
     tensors = {

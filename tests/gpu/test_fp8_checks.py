@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.config.precision import Fp8, numerics
 from asyncrl.engines.native.cuda.fp8 import Fp8Serving, serve
 from asyncrl.engines.native.cuda.kernels.choice import kernels_of
-from asyncrl.engines.native.published import Receiver
-from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import DivergenceError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.kv_scales import LayerScales
-from asyncrl.precision.settings import Fp8, numerics
-from asyncrl.precision.source import Fp8Source
+from asyncrl.precision.publication import Fp8Source
 from asyncrl.types import Fp8Version, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import OneRank, fill
-from tests.gpu.waits import waits
-from tests.tiny_model import tiny_checkpoint
+from tests.support.gpu_waits import waits
+from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

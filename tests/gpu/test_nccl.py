@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from actors.publisher import Publisher
-from actors.trainer import TrainerActor
+from actors.trainer.actor import TrainerActor
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import SendOrder, WeightManifest
-from asyncrl.weights.transport import make_writer
-from asyncrl.weights.word_sum import _by_torch, word_sums
-from tests.receiver import ProcessEngine
+from asyncrl.weights.flat import _by_torch, word_sums
+from asyncrl.weights.transports.registry import make_writer
+from tests.support.weight_receiver import ProcessEngine
 
 SHARED_CARD = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 DEADLINE = 15.0
@@ -27,7 +27,7 @@ def _hindrance() -> str:
     if not torch.cuda.is_available():
         return "needs a CUDA GPU"
     pytest.importorskip("cupy")
-    from asyncrl.weights import cupy_nccl
+    from asyncrl.weights.transports import cupy_nccl
 
     found = cupy_nccl.nccl().get_version()
     return "" if found >= cupy_nccl.OLDEST_SHARED else f"NCCL {found} cannot have several ranks on one card (2.30)"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.settings import Importance
 from asyncrl.config import Run, Trainer
+from asyncrl.config.algorithm import Importance
 from asyncrl.models.checkpoint import save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
@@ -15,11 +15,11 @@ from asyncrl.models.head import bf16_logits, chunked_logprobs
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import Indices, flash, row_attention, span_attention
 from asyncrl.precision.kv_scales import measure
+from asyncrl.training.batches import block, pack
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import Batch, training_memory
-from asyncrl.training.packing import block, pack
-from tests.gpu.waits import waits
-from tests.training import make_groups
+from tests.support.gpu_waits import waits
+from tests.support.training_groups import make_groups
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from asyncrl.devices import has_gpu
-from asyncrl.drafting.settings import NoDrafter
+from asyncrl.config.drafter import NoDrafter
 from asyncrl.engines.base import Engine
-from asyncrl.engines.build import build_vllm
+from asyncrl.engines.registry import build_vllm
 from asyncrl.errors import WeightSyncError
+from asyncrl.system.devices import has_gpu
 from asyncrl.types import WeightManifest
-from tests.engines.driving import LONG, ask, collect, collect_all, serving, until_generated
-from tests.engines.parity import gathered, reference_logits
-from tests.engines.vllm import TINY, needs_vllm
-from tests.precision.publishing import publishing
-from tests.tiny_model import tiny_checkpoint
+from tests.support.driving import LONG, ask, collect, collect_all, serving, until_generated
+from tests.support.fp8_publishing import publishing
+from tests.support.parity import gathered, reference_logits
+from tests.support.real_vllm import TINY, needs_vllm
+from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import WarmStart
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loss.py"
 
@@ -27,8 +27,8 @@ def rows(root: Path) -> list[dict[str, object]]:
     ids=["ppo", "gspo", "reinforce_pp", "own_loss", "own_correction"],
 )
 def test_algorithms_run_and_report(tmp_path: Path, model: Path, overrides: tuple[str, ...]) -> None:
-    helpers.finish(helpers.start(tmp_path, model, *overrides))
-    assert helpers.summary(tmp_path)["status"] == "ok"
+    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, *overrides))
+    assert quickstart_runs.summary(tmp_path)["status"] == "ok"
     for row in rows(tmp_path):
         assert not row["skipped"]
         for figure in ("rho_p1", "rho_p50", "rho_p99", "chi2_token", "chi2_sequence", "ppl_gap", "rejected_samples"):
@@ -45,8 +45,10 @@ def test_algorithms_run_and_report(tmp_path: Path, model: Path, overrides: tuple
 def test_dynamic_sampling_replaces_groups_without_contrast(tmp_path: Path, model: Path) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text("def reward(prompt, completion, answer):\n    return float(len(completion) % 8 == 0)\n")
-    helpers.finish(helpers.start(tmp_path, model, "algorithm=dapo", "steps=2", f"reward.function={judge}:reward"))
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.finish(
+        quickstart_runs.start(tmp_path, model, "algorithm=dapo", "steps=2", f"reward.function={judge}:reward")
+    )
+    summary = quickstart_runs.summary(tmp_path)
     ledger = summary["ledger"]
     assert ledger["dropped"]["uninformative"] > 0
     assert ledger["consumed"] == 2 * 4 * 4
@@ -58,8 +60,8 @@ def test_dynamic_sampling_replaces_groups_without_contrast(tmp_path: Path, model
 def test_the_controller_moves_the_bound_and_the_cadence_within_the_limit(tmp_path: Path, model: Path) -> None:
     """A band far below any ESS: the controller loosens as far as it may."""
     loose = ("staleness=ess", "staleness.low=0.01", "staleness.high=0.02", "staleness.window=1", "max_staleness=2")
-    helpers.finish(helpers.start(tmp_path, model, *loose, "steps=8"))
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, *loose, "steps=8"))
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["staleness_max"] <= 2
     assert max(row["publish_every"] for row in rows(tmp_path)) == 2  # type: ignore[type-var]

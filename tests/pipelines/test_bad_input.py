@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.frames import HEADER_SIZE
+from asyncrl.buffer.log import HEADER_SIZE
 from asyncrl.buffer.reader import read_run, verify
 from asyncrl.config import WarmStart
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
 
 REWARDS = """
 import time
@@ -44,8 +44,8 @@ def test_a_bad_reward_is_a_counted_drop(tmp_path: Path, model: Path, function: s
     file = tmp_path / "rewards.py"
     file.write_text(REWARDS)
     settings = (f"reward.function={file}:{function}", "reward.timeout_s=0.2", "evaluation.prompts=0")
-    helpers.finish(helpers.start(tmp_path, model, *settings))
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, *settings))
+    summary = quickstart_runs.summary(tmp_path)
     ledger = summary["ledger"]
     assert summary["status"] == "ok"
     assert ledger["consumed"] == 64
@@ -68,18 +68,18 @@ def _fill_disk_after_first_trajectories(process: "subprocess.Popen[str]", run: P
 def test_a_full_disk_ends_the_run_with_its_reason_and_loses_nothing(tmp_path: Path):
     small = WarmStart(hidden_size=32, layers=1, intermediate_size=32, steps=40)
     model = make_model(small, ChainsTask(), 0, tmp_path / "model")
-    command = helpers.command(tmp_path, model, "checkpoint.every=0", "steps=4", "flow.groups_per_step=32")
+    command = quickstart_runs.command(tmp_path, model, "checkpoint.every=0", "steps=4", "flow.groups_per_step=32")
     failed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _fill_disk_after_first_trajectories(failed, tmp_path / "run")
     output, errors = failed.communicate(timeout=100)
     assert failed.returncode == 6, output + errors
     assert "nothing of this call was stored, make room" in errors
     assert "Traceback" not in errors
-    assert helpers.summary(tmp_path)["status"] == "failed"
+    assert quickstart_runs.summary(tmp_path)["status"] == "failed"
     acknowledged = {t.slot for t in read_run(tmp_path / "run" / "trajectories")}
     assert acknowledged
-    helpers.resume(tmp_path / "run")
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.resume(tmp_path / "run")
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["ledger"]["consumed"] == 4 * 32 * 4
     assert acknowledged <= {t.slot for t in read_run(tmp_path / "run" / "trajectories")}

@@ -15,16 +15,17 @@ import torch
 from msgspec import inspect
 
 from asyncrl.config import Checkpoint, Evaluation, Run, WarmStart, load
-from asyncrl.drafting.settings import NoDrafter
-from asyncrl.engines.settings import FakeEngine, NativeEngine
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import FakeEngine, NativeEngine
+from asyncrl.config.task import ChainsTask, JsonlTask
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.tasks.settings import ChainsTask, JsonlTask
-from pipelines import cli, estimate
+from pipelines.cli import main
 from pipelines.compose import CONFIGS, compose, from_yaml, to_yaml
-from pipelines.estimate import model_config, needs
-from pipelines.plan import preflight, problems
+from pipelines.plan import estimate
+from pipelines.plan.estimate import model_config, needs
+from pipelines.plan.plan import preflight, problems
 
 UNIONS = {
     field.name: [member for member in field.type.types if isinstance(member, inspect.StructType)]
@@ -321,19 +322,19 @@ def test_refusal_is_one_line_and_code_two(tmp_path: Path) -> None:
 
 
 def test_plan_shows_what_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "engine.max_length=10"]) == 2
+    assert main.main(["plan", "engine.max_length=10"]) == 2
     shown = capsys.readouterr()
     assert "1 step =" in shown.out
     assert "set engine.max_length=" in shown.err
 
 
 def test_plan_config_prints_every_setting(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--config", "seed=5"]) == 0
+    assert main.main(["plan", "--config", "seed=5"]) == 0
     assert load(msgspec.yaml.decode(capsys.readouterr().out)) == Run(seed=5)
 
 
 def test_resume_of_nothing_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["resume", "runs/none"]) == 2
+    assert main.main(["resume", "runs/none"]) == 2
     assert "runs/none is not a run directory" in capsys.readouterr().err
 
 
@@ -341,8 +342,8 @@ def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run", interrupted)
-    assert cli.main(["run"]) == 130
+    monkeypatch.setattr(main, "_run", interrupted)
+    assert main.main(["run"]) == 130
 
 
 def test_model_paths_may_start_at_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +357,11 @@ def test_model_paths_may_start_at_home(place: Path, monkeypatch: pytest.MonkeyPa
 def test_functions_of_the_users_own_are_loaded_before_anything_starts(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["run", "algorithm=custom", "algorithm.function=nothing.py:loss", "task.max_size=4"]) == 2
+    assert main.main(["run", "algorithm=custom", "algorithm.function=nothing.py:loss", "task.max_size=4"]) == 2
     assert "algorithm.function=nothing.py:loss cannot be used (FileNotFoundError" in capsys.readouterr().err
     example = Path(__file__).parents[2] / "examples" / "own_loss.py"
     own = [f"algorithm.function={example}:loss", "correction=custom", f"correction.function={example}:weights"]
-    assert cli.main(["plan", "algorithm=custom", *own]) == 0
+    assert main.main(["plan", "algorithm=custom", *own]) == 0
 
 
 def test_a_critic_and_a_reference_need_their_memory() -> None:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import cli
-from tests.pipelines import helpers
+from pipelines.cli import main
 from tests.pipelines.test_replay import graded
+from tests.support import quickstart_runs
 
 
 class Said(NamedTuple):
@@ -32,7 +32,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.chdir(place)
 
     def call(*words: str | Path) -> Said:
-        code = cli.main(["compare", *map(str, words)])
+        code = main.main(["compare", *map(str, words)])
         return Said(code, *capsys.readouterr())
 
     return call
@@ -48,8 +48,8 @@ def cells(output: str) -> dict[str, list[str]]:
 def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
     """A run of three steps, and its replay with another learning rate."""
     root = tmp_path_factory.mktemp("compared")
-    helpers.finish(helpers.start(root, model, "steps=3", graded(root)))
-    replayed = [helpers.COMMAND, "replay", str(root / "run"), "trainer.lr=0.001", "--out", str(root / "fast")]
+    quickstart_runs.finish(quickstart_runs.start(root, model, "steps=3", graded(root)))
+    replayed = [quickstart_runs.COMMAND, "replay", str(root / "run"), "trainer.lr=0.001", "--out", str(root / "fast")]
     subprocess.run(replayed, check=True, capture_output=True, timeout=60)
     return root / "run", root / "fast"
 
@@ -58,7 +58,7 @@ def test_a_run_and_its_replay_stand_side_by_side(compare: Compare, runs: tuple[P
     done = compare(*runs)
     assert done.code == 0, done.err
     table = cells(done.out)
-    summary = helpers.summary(runs[0].parent)
+    summary = quickstart_runs.summary(runs[0].parent)
     assert table[""] == ["run", "fast"]
     assert table["status"] == ["ok", "ok (replay)"]
     assert table["steps"] == ["3", "3"]

@@ -10,23 +10,23 @@ import pytest
 from safetensors.torch import load_file
 
 from asyncrl.config import WarmStart
+from asyncrl.config.drafter import Adaptive, DrafterTraining, Eagle3Drafter, EagleDrafter, HeadDrafter
+from asyncrl.config.task import ChainsTask
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.drafting.checkpoint import fresh_head, load_head, save_head
 from asyncrl.drafting.learner import DrafterLearner
 from asyncrl.drafting.reading import read_windows
-from asyncrl.drafting.settings import Adaptive, DrafterTraining, Eagle3Drafter, EagleDrafter, HeadDrafter
 from asyncrl.drafting.store import HiddenStates
 from asyncrl.engines.base import Engine
-from asyncrl.engines.build import build_vllm
+from asyncrl.engines.registry import build_vllm
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.config import read_config
 from asyncrl.tasks.chains import Chains
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import GIVEN, Request, Sampling, Segment, Slot, Trajectory
-from tests.engines.driving import collect, native, serving
-from tests.engines.vllm import TINY, needs_vllm
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
+from tests.support.driving import collect, native, serving
+from tests.support.real_vllm import TINY, needs_vllm
 
 TASK = ChainsTask()
 ALWAYS = Adaptive(on=False)
@@ -38,12 +38,12 @@ DRAFTERS: dict[str, HeadDrafter] = {
 
 
 def drafter(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([helpers.COMMAND, "drafter", *words], capture_output=True, text=True, timeout=200)
+    return subprocess.run([quickstart_runs.COMMAND, "drafter", *words], capture_output=True, text=True, timeout=200)
 
 
 def test_a_head_is_learned_from_a_recorded_run_and_exported(tmp_path: Path, model: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "head"
-    helpers.finish(helpers.start(tmp_path, model, "steps=2", "flow.groups_per_step=8"))
+    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, "steps=2", "flow.groups_per_step=8"))
     refused = drafter("export", str(run), "--out", str(out))
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"has no trained drafter: make one with `asyncrl drafter train {run}`" in refused.stderr

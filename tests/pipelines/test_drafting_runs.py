@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from actors.drafter import STATE
+from actors.drafter.actor import STATE
 from asyncrl.buffer.reader import read_run
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.checkpoint import load_head
 from asyncrl.models.config import read_config
-from asyncrl.rundir import read_events
-from tests.pipelines import helpers
+from asyncrl.system.run_directory import read_events
+from tests.support import quickstart_runs
 
 QUICK = (
     "drafter.tokens=3",
@@ -37,8 +37,8 @@ def judge(tmp_path: Path) -> str:
 @pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, model: Path, judge: str):
     exact = "rollout.on_update=recompute"  # so that a token of the newest version has nothing of older ones behind it
-    helpers.finish(helpers.start(tmp_path, model, f"drafter={kind}", *QUICK, judge, exact))
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, f"drafter={kind}", *QUICK, judge, exact))
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["acceptance_length_mean"] >= 1
     assert len(summary["acceptance_by_position"]) <= 3
@@ -64,8 +64,8 @@ def test_a_head_learns_from_what_the_engine_gives(tmp_path: Path, model: Path):
     file = tmp_path / "judge.py"
     file.write_text("def reward(prompt, completion, answer):\n    return 1.0\n")
     source = ("drafter.training.source=rollout", f"reward.function={file}:reward")
-    helpers.finish(helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, *source))
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, "drafter=eagle3", *QUICK, *source))
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["drafter"]["updates"] > 0
     assert summary["drafter"]["version"] > 0, "no head was ever better than the fresh one"
     assert summary["drafter"]["bytes_per_token"] > 0
@@ -73,12 +73,12 @@ def test_a_head_learns_from_what_the_engine_gives(tmp_path: Path, model: Path):
 
 @pytest.mark.slow
 def test_a_drafter_on_ray_goes_on_after_a_kill(tmp_path: Path, model: Path, judge: str):
-    process = helpers.start(tmp_path, model, "drafter=eagle3", *QUICK, judge, "cluster=local", "steps=12")
-    helpers.kill_after_step(process, tmp_path, 4)
+    process = quickstart_runs.start(tmp_path, model, "drafter=eagle3", *QUICK, judge, "cluster=local", "steps=12")
+    quickstart_runs.kill_after_step(process, tmp_path, 4)
     state = tmp_path / "run" / "drafter" / STATE
     before = int(load_file(state)["updates"]) if state.is_file() else 0
-    helpers.resume(tmp_path / "run")
-    assert helpers.summary(tmp_path)["ledger"]["consumed"] == 12 * 16
+    quickstart_runs.resume(tmp_path / "run")
+    assert quickstart_runs.summary(tmp_path)["ledger"]["consumed"] == 12 * 16
     assert int(load_file(state)["updates"]) > before
     rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
     assert [row["step"] for row in rows] == list(range(12))
@@ -89,19 +89,19 @@ def test_ngram_drafts_change_no_answer(tmp_path: Path, model: Path):
     answers: list[dict[object, list[int]]] = []
     for name, drafter in (("plain", ()), ("ngram", ("drafter=ngram", "drafter.adaptive.on=false"))):
         root = tmp_path / name
-        helpers.finish(helpers.start(root, model, "max_staleness=0", "steps=2", *drafter))
+        quickstart_runs.finish(quickstart_runs.start(root, model, "max_staleness=0", "steps=2", *drafter))
         answers.append({t.slot: t.tokens.tolist() for t in read_run(root / "run" / "trajectories")})
     assert answers[0] == answers[1]
-    assert helpers.summary(tmp_path / "ngram")["acceptance_length_mean"] > 1
+    assert quickstart_runs.summary(tmp_path / "ngram")["acceptance_length_mean"] > 1
 
 
 @pytest.mark.slow
 def test_what_the_bandit_measured_survives_a_kill(tmp_path: Path, model: Path):
-    process = helpers.start(tmp_path, model, "drafter=ngram", "steps=8")
-    helpers.kill_after_step(process, tmp_path, 4)
+    process = quickstart_runs.start(tmp_path, model, "drafter=ngram", "steps=8")
+    quickstart_runs.kill_after_step(process, tmp_path, 4)
     saved = msgspec.json.decode((tmp_path / "run" / "speculation.json").read_bytes(), type=dict[str, list[Range]])
     before = sum(arm.steps for here in saved["rollout-0"] for arm in here.arms)
     assert before > 0
-    helpers.resume(tmp_path / "run")
+    quickstart_runs.resume(tmp_path / "run")
     rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
     assert sum(arm["steps"] for arm in rows[5]["speculation"]) > before

@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.scheduling import Resources
-from actors.spawn import InProcess
+from actors.runtime.resources import Resources
+from actors.runtime.spawn import InProcess
 from asyncrl.errors import EngineError
-from asyncrl.rundir import RunDirectory, read_events
+from asyncrl.system.run_directory import RunDirectory, read_events
 from benchmarks.phases import SLOW
 from pipelines import train
-from pipelines.check import check
+from pipelines.cli.chaos import MARK, Processes
+from pipelines.cli.check import check
 from pipelines.compose import compose
-from pipelines.placement import here
-from pipelines.processes import MARK, Processes
-from pipelines.progress import Progress
-from pipelines.recorder import Recorder
-from tests.pipelines import helpers
+from pipelines.fleet.cluster_offer import here
+from pipelines.recording.progress import Progress
+from pipelines.recording.recorder import Recorder
+from tests.support import quickstart_runs
 
 
 class Unlucky(InProcess):
@@ -48,11 +48,11 @@ def test_an_engine_that_does_not_come_changes_nothing_and_every_wish_is_taken_ba
     breaks: bool, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wishes: list[int] = []
-    monkeypatch.setattr("pipelines.fleet.expecting", lambda run, offer: wishes.append)
+    monkeypatch.setattr("pipelines.fleet.place.expecting", lambda run, offer: wishes.append)
     run = compose(
         [
             *(
-                *helpers.SMALL,
+                *quickstart_runs.SMALL,
                 f"model.path={model}",
                 f"root={tmp_path}",
                 "name=run",
@@ -100,7 +100,7 @@ def _events(root: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(root / "run" / "events.jsonl") if event["kind"] == kind]
 
 
-def _wait(process: "helpers.subprocess.Popen[str]", reached: Callable[[], bool], what: str) -> None:
+def _wait(process: "quickstart_runs.subprocess.Popen[str]", reached: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + 200
     while not reached():
         assert process.poll() is None, process.communicate()[0]
@@ -117,7 +117,7 @@ def test_the_pool_grows_loses_an_engine_and_shrinks_and_nothing_is_lost(
     monkeypatch.setenv(SLOW, str(slow))
     monkeypatch.setenv(MARK, str(tmp_path / "run"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    process = helpers.start(tmp_path, model, *SETTINGS)
+    process = quickstart_runs.start(tmp_path, model, *SETTINGS)
     try:
         _wait(process, lambda: bool(_events(tmp_path, "engine_joined")), "a second engine")
         killed = Processes(tmp_path / "run").of("rollout-0")
@@ -127,11 +127,11 @@ def test_the_pool_grows_loses_an_engine_and_shrinks_and_nothing_is_lost(
         slow.touch()
         _wait(process, lambda: bool(_events(tmp_path, "engine_left")), "an engine's leave")
         slow.unlink()
-        helpers.finish(process, timeout=150)
+        quickstart_runs.finish(process, timeout=150)
     finally:
         process.kill()
         process.communicate()
-    summary = helpers.summary(tmp_path)
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert (summary["replicas_min"], summary["replicas_max"]) == (1, 2)
     assert summary["ledger"]["dropped"] == {}, "every answer that was handed over was finished"

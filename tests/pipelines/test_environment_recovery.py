@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.buffer.reader import read_run
 from asyncrl.types import GIVEN
-from pipelines.check import check
-from tests.pipelines.helpers import finish, kill_after_step, resume, start, summary
+from pipelines.cli.check import check
+from tests.support.quickstart_runs import finish, kill_after_step, resume, start, summary
 
 ENVIRONMENT = Path(__file__).parents[2] / "examples" / "own_environment.py"
 

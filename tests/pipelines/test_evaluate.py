@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from actors.rollout import Judged, RolloutActor
+from actors.rollout.actor import Judged, RolloutActor
 from asyncrl.config import Evaluation, Run
+from asyncrl.config.task import ChainsTask
 from asyncrl.tasks.registry import make_task
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.types import Prompt
 from pipelines.evaluate import Scores, evaluate
 

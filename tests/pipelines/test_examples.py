@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.reader import read_run
-from asyncrl.insight.tables import open_run
+from asyncrl.observe.query.tables import open_run
 from asyncrl.types import GIVEN
+from pipelines.recording.result import Result
 from pipelines.replay import replay
-from pipelines.result import Result
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN = {

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl import functions
-from asyncrl.algorithms.settings import CustomAlgorithm, Grpo
 from asyncrl.config import Reward, Rollout
+from asyncrl.config.algorithm import CustomAlgorithm, Grpo
+from asyncrl.config.task import ChainsTask, DatasetTask, JsonlTask, ParquetTask, PythonTask, ReasoningGymTask
+from asyncrl.config.task import TaskSettings as Task
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.pool import check_function
-from asyncrl.tasks.settings import ChainsTask, DatasetTask, JsonlTask, ParquetTask, PythonTask, ReasoningGymTask
-from asyncrl.tasks.settings import TaskSettings as Task
+from asyncrl.system import user_functions
+from asyncrl.user_code.pool import check_function
 from pipelines.pipeline import Pipeline
-from pipelines.threads import run_in_thread, run_loop
+from pipelines.supervision.thread_runner import run_in_thread, run_loop
 from pipelines.train import resume
 
 SMALL: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_lambdas_and_generators_in_a_running_event_loop(model: Path, tmp_path: P
 def test_a_run_from_here_resumes_only_from_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"model": model, "prompts": "chains", "name": "x", "root": str(tmp_path), **SMALL}
     Pipeline(reward=lambda *_: 1.0, steps=1, **settings).run()
-    monkeypatch.setattr(functions, "_kept", {})  # as in any other process
+    monkeypatch.setattr(user_functions, "_kept", {})  # as in any other process
     with pytest.raises(ConfigError, match=r"here:x/reward was written in the program or notebook.*\.resume\(\)"):
         resume(tmp_path / "x")
 

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import devices
 from asyncrl.config import Checkpoint, Rollout, Run, Trainer
-from asyncrl.engines.settings import FakeEngine, NativeEngine, VllmEngine
-from asyncrl.tasks.settings import JsonlTask
-from pipelines import cli, estimate
-from pipelines.estimate import Card, card, model_config, needs
-from pipelines.plan import problems
-from tests.tiny_model import SMOLLM2
+from asyncrl.config.engine import FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.task import JsonlTask
+from asyncrl.system import devices
+from pipelines.cli import main
+from pipelines.plan import estimate
+from pipelines.plan.estimate import Card, card, model_config, needs
+from pipelines.plan.plan import problems
+from tests.support.tiny_model import SMOLLM2
 
 COUNT = 134_515_008
 GIB = 1 << 30
@@ -77,7 +78,7 @@ def test_nothing_on_a_gpu_needs_none(gpu: None, model: Path) -> None:
 def test_too_much_for_the_card_is_refused_with_the_settings_to_change(
     gpu: None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.plan.longest_prompt", lambda _: 100)
+    monkeypatch.setattr("pipelines.plan.plan.longest_prompt", lambda _: 100)
     task = JsonlTask(path=str(model / "config.json"))
 
     def said(**changes: object) -> list[str]:
@@ -104,7 +105,7 @@ def test_auto_keeps_activations_that_fit_and_says_so(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
-    assert cli.main(["plan", "engine=native", "engine.device=auto"]) == 0
+    assert main.main(["plan", "engine=native", "engine.device=auto"]) == 0
     shown = capsys.readouterr().out
     assert "GPU: 25.8 GB; trainer at most about" in shown
     assert "(activations kept)" in shown
@@ -113,5 +114,5 @@ def test_auto_keeps_activations_that_fit_and_says_so(
     (tmp_path / "mps").mkdir()
     (tmp_path / "mps" / "control").touch()
     assert devices.mps_runs()
-    assert cli.main(["plan", "engine=native", "engine.device=auto"]) == 0
+    assert main.main(["plan", "engine=native", "engine.device=auto"]) == 0
     assert "CUDA MPS is on" in capsys.readouterr().out

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.models.checkpoint import load_model
-from asyncrl.rundir import RunDirectory, read_events
-from tests.pipelines import helpers
+from asyncrl.system.run_directory import RunDirectory, read_events
+from tests.support import quickstart_runs
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rank_is_killed_and_all_of_them_come_back(tmp_path: Path, model: Path) -> None:
-    process = helpers.start(tmp_path, model, "cluster=local", "trainer.ranks=2", "steps=5")
+    process = quickstart_runs.start(tmp_path, model, "cluster=local", "trainer.ranks=2", "steps=5")
     run = tmp_path / "run"
     try:
         deadline = time.monotonic() + 200
@@ -25,11 +25,11 @@ def test_a_rank_is_killed_and_all_of_them_come_back(tmp_path: Path, model: Path)
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(json.loads((run / "actors.json").read_bytes())["trainer-1"], signal.SIGKILL)
-        output = helpers.finish(process, timeout=200)
+        output = quickstart_runs.finish(process, timeout=200)
     finally:
         process.kill()
-    assert helpers.summary(tmp_path)["status"] == "ok"
-    assert helpers.summary(tmp_path)["ledger"]["consumed"] == 5 * 4 * 4
+    assert quickstart_runs.summary(tmp_path)["status"] == "ok"
+    assert quickstart_runs.summary(tmp_path)["ledger"]["consumed"] == 5 * 4 * 4
     restarts = [event for event in read_events(RunDirectory.open(run).events) if event["kind"] == "restart"]
     assert len(restarts) == 1, output
     assert restarts[0]["reason"].startswith("actor trainer-1 died")
@@ -37,6 +37,6 @@ def test_a_rank_is_killed_and_all_of_them_come_back(tmp_path: Path, model: Path)
 
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("ranks: 2", "ranks: 1").replace("steps: 5", "steps: 6"))
-    helpers.resume(run)
-    assert helpers.summary(tmp_path)["steps"] == 6
+    quickstart_runs.resume(run)
+    assert quickstart_runs.summary(tmp_path)["steps"] == 6
     assert (run / "checkpoints" / "step-6" / "optimizer.safetensors").exists()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.training.checkpoint import numbered, read_manifest
-from tests.engines.vllm import needs_vllm
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
+from tests.support.real_vllm import needs_vllm
 
 RAYS_AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
 """They end by themselves, but first try for a minute to report to the head node that died with the driver."""
@@ -31,14 +31,14 @@ def _processes_of(run: Path) -> list[int]:
 def test_kill_the_driver_then_resume_on_ray(engine: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
     limits = ["engine.eager=true"] if engine == "vllm" else []
-    process = helpers.start(tmp_path, model, "cluster=local", "steps=6", f"engine={engine}", *limits)
-    helpers.kill_after_step(process, tmp_path, 2)
+    process = quickstart_runs.start(tmp_path, model, "cluster=local", "steps=6", f"engine={engine}", *limits)
+    quickstart_runs.kill_after_step(process, tmp_path, 2)
     deadline = time.monotonic() + 60
     while left := _processes_of(tmp_path):
         assert time.monotonic() < deadline, f"processes {left} outlive the driver that was killed"
         time.sleep(0.2)
-    helpers.resume(tmp_path / "run")
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.resume(tmp_path / "run")
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["staleness_max"] <= 2
     assert summary["ledger"]["consumed"] == 6 * 16

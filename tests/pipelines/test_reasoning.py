@@ -9,9 +9,9 @@ import pytest
 from asyncrl.buffer.reader import read_run
 from asyncrl.tasks.registry import make_task
 from pipelines.compose import compose
-from pipelines.plan import problems
+from pipelines.plan.plan import problems
 from pipelines.train import train
-from tests.tiny_chat import chat_ids, save_chat_tokenizer, tiny_chat_model
+from tests.support.tiny_chat import chat_ids, save_chat_tokenizer, tiny_chat_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2_reasoning.py"
 SMALL = (

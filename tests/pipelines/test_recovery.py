@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.rundir import RunDirectory, read_events
+from asyncrl.system.run_directory import RunDirectory, read_events
 from asyncrl.training.checkpoint import numbered, read_manifest
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
 
 
 def _kill(role: str, run: Path, number: int) -> None:
@@ -34,17 +34,17 @@ def test_every_role_is_killed_and_the_run_completes(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
     steps = 12
-    process = helpers.start(
+    process = quickstart_runs.start(
         tmp_path, model, "cluster=local", f"steps={steps}", "rollout.replicas=2", "rollout.group_size=8"
     )
     try:
         for number, role in enumerate(["RolloutActor", "RewardActor", "TrainerActor", "RolloutActor", "BufferActor"]):
             _reach(process, tmp_path, 1 + 2 * number)
             _kill(role, tmp_path, number)
-        output = helpers.finish(process, timeout=300)
+        output = quickstart_runs.finish(process, timeout=300)
     finally:
         process.kill()
-    summary = helpers.summary(tmp_path)
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["staleness_max"] <= 2
     ledger = summary["ledger"]
@@ -61,7 +61,7 @@ def test_every_role_is_killed_and_the_run_completes(
     assert abs(summary["mismatch_kl"]) < 1e-3
 
 
-def _reach(process: "helpers.subprocess.Popen[str]", root: Path, step: int) -> None:
+def _reach(process: "quickstart_runs.subprocess.Popen[str]", root: Path, step: int) -> None:
     wanted = root / "run" / "checkpoints" / f"step-{step}"
     deadline = time.monotonic() + 200
     while not wanted.exists():

@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 
 from asyncrl.models.checkpoint import WEIGHTS, load_model
 from pipelines.compose import from_yaml
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
 
 
 def replay(run: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([helpers.COMMAND, "replay", str(run), *words], capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [quickstart_runs.COMMAND, "replay", str(run), *words], capture_output=True, text=True, timeout=100
+    )
 
 
 def graded(directory: Path) -> str:
@@ -24,9 +26,9 @@ def graded(directory: Path) -> str:
 
 
 def test_a_run_that_was_killed_and_resumed_replays_to_the_same_weights(tmp_path: Path, model: Path) -> None:
-    process = helpers.start(tmp_path, model, "steps=5", graded(tmp_path))
-    helpers.kill_after_step(process, tmp_path, 2)
-    helpers.resume(tmp_path / "run")
+    process = quickstart_runs.start(tmp_path, model, "steps=5", graded(tmp_path))
+    quickstart_runs.kill_after_step(process, tmp_path, 2)
+    quickstart_runs.resume(tmp_path / "run")
     done = replay(tmp_path / "run", "--out", str(tmp_path / "again"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("identical: 5 steps again")
@@ -54,7 +56,9 @@ def test_a_run_that_was_killed_and_resumed_replays_to_the_same_weights(tmp_path:
 def test_the_directory_of_a_replay_says_what_that_of_its_run_says(tmp_path: Path, model: Path) -> None:
     """What both have is the same to the last bit, held-out answers included."""
     run, again = tmp_path / "run", tmp_path / "again"
-    helpers.finish(helpers.start(tmp_path, model, "steps=3", "evaluation.right_from=9", graded(tmp_path)))
+    quickstart_runs.finish(
+        quickstart_runs.start(tmp_path, model, "steps=3", "evaluation.right_from=9", graded(tmp_path))
+    )
     again.mkdir()  # an empty directory is as good as none
     done = replay(run, "--evaluate", "--out", str(again))
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.pipelines.helpers import COMMAND, finish, start
+from tests.support.quickstart_runs import COMMAND, finish, start
 
 SLOW = """
 import time

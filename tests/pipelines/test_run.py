@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.buffer.reader import read_run
-from asyncrl.rundir import read_events
+from asyncrl.system.run_directory import read_events
 from asyncrl.training.checkpoint import numbered, read_manifest
 from asyncrl.types import GIVEN
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
 
 SUMMARY_KEYS = {
     "status", "steps", "samples_trained", "samples_per_second", "generated_tokens_per_second", "reward_first",
@@ -37,8 +37,10 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     ("staleness", "on_update"), [(0, "keep"), (2, "keep"), (2, "recompute")], ids=["sync", "keep", "recompute"]
 )
 def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, model: Path, staleness: int, on_update: str):
-    helpers.finish(helpers.start(tmp_path, model, f"max_staleness={staleness}", f"rollout.on_update={on_update}"))
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.finish(
+        quickstart_runs.start(tmp_path, model, f"max_staleness={staleness}", f"rollout.on_update={on_update}")
+    )
+    summary = quickstart_runs.summary(tmp_path)
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["status"] == "ok"
     assert summary["steps"] == 4
@@ -55,7 +57,7 @@ def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, model: Path, st
 
 
 def test_engines_prove_that_they_hold_what_is_trained_before_anything_is_generated(tmp_path: Path, model: Path):
-    helpers.finish(helpers.start(tmp_path, model, "steps=1"))
+    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, "steps=1"))
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     first = next(event for event in events if event["kind"] == "publish")
     assert first["version"] == 0
@@ -64,7 +66,9 @@ def test_engines_prove_that_they_hold_what_is_trained_before_anything_is_generat
 
 def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path, model: Path):
     """Answers run on across weight updates; their tokens, log-probabilities and versions stay in step."""
-    helpers.finish(helpers.start(tmp_path, model, "max_staleness=2", "steps=6", "flow.groups_per_step=2"))
+    quickstart_runs.finish(
+        quickstart_runs.start(tmp_path, model, "max_staleness=2", "steps=6", "flow.groups_per_step=2")
+    )
     trajectories = list(read_run(tmp_path / "run" / "trajectories"))
     assert max(Counter(t.slot for t in trajectories).values()) == 1
     spans = 0
@@ -80,16 +84,16 @@ def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path,
 
 
 def test_a_killed_run_resumes_and_trains_on_every_group_exactly_once(tmp_path: Path, model: Path):
-    process = helpers.start(tmp_path, model, "steps=8")
-    helpers.kill_after_step(process, tmp_path, 3)
+    process = quickstart_runs.start(tmp_path, model, "steps=8")
+    quickstart_runs.kill_after_step(process, tmp_path, 3)
     run = tmp_path / "run"
     before = {step: _weights(path) for step, path in numbered(run / "checkpoints")}
     # Go back further than needed, so that recorded steps are replayed as well as continued.
     for step, path in numbered(run / "checkpoints"):
         if step > 1:
             path.rename(path.with_name(f"old-{step}"))
-    helpers.resume(run)
-    summary = helpers.summary(tmp_path)
+    quickstart_runs.resume(run)
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["steps"] == 8
     assert summary["samples_trained"] == 8 * 16

@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from asyncrl.config import Run
-from asyncrl.rundir import RunDirectory, read_events
-from pipelines import cli
+from asyncrl.system.run_directory import RunDirectory, read_events
+from pipelines.cli import main
 from pipelines.evaluate import Scores
-from pipelines.progress import Progress
-from pipelines.recorder import Recorder
-from tests.pipelines import helpers
+from pipelines.recording.progress import Progress
+from pipelines.recording.recorder import Recorder
+from tests.support import quickstart_runs
 
 SCORES = Scores(sampled=0.5, greedy=0.5, by_size={}, reward=0.5, median_tokens=9, p95_tokens=9, max_tokens=9)
 
@@ -28,9 +28,9 @@ def _steps(directory: Path) -> list[int]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_killed_run_goes_on_in_the_same_curve(tmp_path: Path, model: Path) -> None:
     directory = tmp_path / "run"
-    process = helpers.start(tmp_path, model, "trackers=[tensorboard]", "checkpoint.every=2", "steps=6")
-    helpers.kill_after_step(process, tmp_path, 2)
-    helpers.resume(directory)
+    process = quickstart_runs.start(tmp_path, model, "trackers=[tensorboard]", "checkpoint.every=2", "steps=6")
+    quickstart_runs.kill_after_step(process, tmp_path, 2)
+    quickstart_runs.resume(directory)
     assert _steps(directory) == [0, 1, 2, 3, 4, 5]
 
 
@@ -52,7 +52,7 @@ def test_a_tracker_that_cannot_write_is_counted_in_the_events(tmp_path: Path) ->
 def test_a_missing_tracker_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("asyncrl.tracking.settings.find_spec", lambda name: None)
-    assert cli.main(["run", "trackers=[wandb]", f"root={tmp_path}", "name=mine"]) == 2
+    monkeypatch.setattr("asyncrl.config.trackers.find_spec", lambda name: None)
+    assert main.main(["run", "trackers=[wandb]", f"root={tmp_path}", "name=mine"]) == 2
     assert "pip install 'asyncrl[wandb]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
 
 DEADLINE = 5.0
 
@@ -35,7 +35,7 @@ def test_the_run_stops_with_the_reason(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
     limits = (f"weights.deadline_s={DEADLINE}", "flow.stall_timeout_s=30")
-    process = helpers.start(tmp_path, model, "cluster=local", "steps=500", "max_staleness=0", *limits)
+    process = quickstart_runs.start(tmp_path, model, "cluster=local", "steps=500", "max_staleness=0", *limits)
     first = tmp_path / "run" / "checkpoints" / "step-1"
     deadline = time.monotonic() + 120
     while not first.exists():
@@ -47,7 +47,7 @@ def test_the_run_stops_with_the_reason(
     os.kill(rollout, kind)
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
-    summary = helpers.summary(tmp_path)
+    summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "failed"
     # Mostly it happens in mid-sync; an engine that hangs in mid-answer is noticed by the buffer.
     assert "rollout-0" in summary["error"] or summary["error"].startswith("StallError"), output

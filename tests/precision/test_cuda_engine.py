@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Rollout, Run
-from asyncrl.drafting.settings import NgramDrafter, NoDrafter
+from asyncrl.config.drafter import NgramDrafter, NoDrafter
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.config.precision import Fp8, numerics
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.kernels.shapes import Move
-from asyncrl.engines.settings import NativeEngine as Settings
 from asyncrl.errors import DivergenceError, EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
@@ -22,16 +23,15 @@ from asyncrl.models.packed import packed_attention
 from asyncrl.precision.layers import SCALES
 from asyncrl.precision.memory import footprint
 from asyncrl.precision.quantizer import E4M3, saturated
-from asyncrl.precision.settings import Fp8, numerics
 from asyncrl.types import TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import Follower, OneRank
-from pipelines.estimate import needs
-from tests.engines.drafters import paged_drafting, save_heads
-from tests.engines.driving import LONG, Answer, ask, collect, collect_all, serving
-from tests.precision.publishing import publishing
+from pipelines.plan.estimate import needs
 from tests.precision.test_engine import engine as simulated
-from tests.tiny_model import tiny_checkpoint
+from tests.support.drafters import paged_drafting, save_heads
+from tests.support.driving import LONG, Answer, ask, collect, collect_all, serving
+from tests.support.fp8_publishing import publishing
+from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch, on CPUs without bf16
 QUANTIZED = ("fp8", "fp8_kv", "fp8_full")

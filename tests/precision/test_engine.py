@@ -10,23 +10,23 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.drafting.settings import NgramDrafter, NoDrafter
-from asyncrl.engines.native import fp8
+from asyncrl.config.drafter import NgramDrafter, NoDrafter
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.config.precision import Fp8
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.native.cache import KvCache
-from asyncrl.engines.native.decoding import Policy
-from asyncrl.engines.native.engine import NativeEngine
-from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.engines.native.cpu import fp8
+from asyncrl.engines.native.cpu.cache import KvCache
+from asyncrl.engines.native.cpu.decoding import Policy
+from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.errors import DivergenceError, EngineError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.decoder import Decoder
 from asyncrl.precision.quantizer import WEIGHT_BLOCK, dequantize, quantize, rounded, to_e4m3
-from asyncrl.precision.settings import Fp8
 from asyncrl.types import WeightManifest
-from tests.engines.driving import LONG, ask, collect, collect_all, native, serving
-from tests.engines.parity import gathered, reference_logits
-from tests.precision.publishing import Publishing, publishing
-from tests.tiny_model import tiny_checkpoint
+from tests.support.driving import LONG, ask, collect, collect_all, native, serving
+from tests.support.fp8_publishing import Publishing, publishing
+from tests.support.parity import gathered, reference_logits
+from tests.support.tiny_model import tiny_checkpoint
 
 QUANTIZED = ("fp8", "fp8_kv", "fp8_full")
 

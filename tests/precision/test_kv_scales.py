@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from asyncrl.errors import WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.precision.kv_scales import LayerScales, measure, scales_of, settled
-from asyncrl.training.working import WorkingCopy
-from tests.tiny_model import tiny_checkpoint
+from asyncrl.training.export import WorkingCopy
+from tests.support.tiny_model import tiny_checkpoint
 
 SAMPLES = [np.random.default_rng(seed).integers(0, 24, 40 + 7 * seed).tolist() for seed in range(12)]
 

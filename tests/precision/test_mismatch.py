@@ -8,8 +8,8 @@ from asyncrl.algorithms.corrections import Corrected
 from asyncrl.config import Sentinel
 from asyncrl.errors import DivergenceError, Fp8Error
 from asyncrl.training.diagnostics import Observed, figures, shares
+from asyncrl.training.guardrails import Watch
 from asyncrl.training.report import Share, StepReport
-from asyncrl.training.sentinel import Watch
 
 
 def _report(kl: float, *precisions: str) -> StepReport:

@@ -13,18 +13,18 @@ import torch
 from actors.buffer import BufferActor
 from actors.publisher import Publisher
 from actors.reward import RewardActor
-from actors.rollout import RolloutActor
-from actors.trainer import TrainerActor
+from actors.rollout.actor import RolloutActor
+from actors.trainer.actor import TrainerActor
 from asyncrl.config import Checkpoint, Flow, Rollout, Run, WarmStart
+from asyncrl.config.engine import NativeEngine
+from asyncrl.config.task import ChainsTask
 from asyncrl.data.arrow import decode
-from asyncrl.engines.native import fp8
-from asyncrl.engines.settings import NativeEngine
+from asyncrl.engines.native.cpu import fp8
 from asyncrl.errors import WeightSyncError
-from asyncrl.tasks.settings import ChainsTask
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Fp8Version, Prompt, SendOrder, Trajectory, WeightManifest
 from tests.precision.test_engine import StaleScales
-from tests.serving import serving
+from tests.support.in_process_actors import serving
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from asyncrl.config import load
+from asyncrl.config.task import CodeTask, Limits
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.base import RewardResult
-from asyncrl.rewards.score import Score
 from asyncrl.sandbox.base import Output
 from asyncrl.sandbox.sandbox import Sandbox
 from asyncrl.tasks.code import Problem, Test
 from asyncrl.tasks.registry import make_task
-from asyncrl.tasks.settings import CodeTask, Limits
+from asyncrl.user_code.protocol import RewardResult
+from asyncrl.user_code.score import Score
 from examples import own_code
 
 REWARD, PARTIAL = "asyncrl.rewards.code:reward", "asyncrl.rewards.code:partial_reward"

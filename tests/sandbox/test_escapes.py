@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.task import Limits
 from asyncrl.sandbox.base import Input, Output
 from asyncrl.sandbox.sandbox import Sandbox
-from asyncrl.tasks.settings import Limits
-from tests.sandbox.outside import Watch, alive, descendants, processes_called, wait_until
+from tests.support.sandbox_host import Watch, alive, descendants, processes_called, wait_until
 
 DEFAULT = Limits()
 QUICK = Limits(wall_s=2.0, cpu_s=1)
@@ -212,7 +212,8 @@ print(count)
 
 FLOOD = """
 import sys
-from asyncrl.sandbox.base import Input, Limits
+from asyncrl.config.task import Limits
+from asyncrl.sandbox.base import Input
 from asyncrl.sandbox.sandbox import Sandbox
 import resource
 sandbox = Sandbox()
@@ -318,7 +319,8 @@ def test_no_orphan_outlives_the_wall_clock(sandbox: Sandbox) -> None:
 
 PARENT = """
 import sys
-from asyncrl.sandbox.base import Input, Limits
+from asyncrl.config.task import Limits
+from asyncrl.sandbox.base import Input
 from asyncrl.sandbox.sandbox import Sandbox
 list(Sandbox().run(sys.argv[1], [Input(args=(sys.argv[2],))], Limits(wall_s=600)))
 """

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import Reward
+from asyncrl.config.task import Limits
 from asyncrl.errors import ConfigError, SandboxError
-from asyncrl.rewards.pool import check_function
 from asyncrl.sandbox.base import Input, Output
 from asyncrl.sandbox.sandbox import Sandbox
-from asyncrl.tasks.settings import Limits
-from tests.sandbox.outside import descendants
+from asyncrl.user_code.pool import check_function
+from tests.support.sandbox_host import descendants
 
 LIMITS = Limits()
 CODE_REWARD = "asyncrl.rewards.code:reward"
@@ -137,7 +137,8 @@ OTHER_USER = 12345
 SYSTEM_PYTHON = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 AS_OTHER_USER = """
 import os
-from asyncrl.sandbox.base import Input, Limits
+from asyncrl.config.task import Limits
+from asyncrl.sandbox.base import Input
 from asyncrl.sandbox.sandbox import Sandbox
 program = '''
 import os, time

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import WarmStart
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
 
 REPOSITORY = Path(__file__).parents[2]

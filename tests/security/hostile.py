@@ -14,12 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.buffer.frames import FRAME, Header
+from asyncrl.buffer.log import FRAME, Header
 from asyncrl.buffer.payloads import SCHEMA_HASH
 from asyncrl.buffer.reader import read_run
 from asyncrl.config import load
+from asyncrl.config.engine import VllmEngine
 from asyncrl.data.tables import read_table
-from asyncrl.engines.settings import VllmEngine
 from asyncrl.engines.vllm import environment
 from pipelines.compose import compose, from_yaml
 

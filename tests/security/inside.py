@@ -21,7 +21,7 @@ PUBLIC = "10.9.8.7"
 """The address of this machine, as others would know it."""
 CLIENT = """
 import sys
-from actors.spawn import cluster
+from actors.runtime.spawn import cluster
 from asyncrl.errors import ConfigError
 try:
     with cluster(sys.argv[1], cpus=0):

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer import journal, payloads, records
-from asyncrl.buffer.frames import FRAME, Header, new_digest, pack_footer, pack_head
+from asyncrl.buffer import journal, payloads
+from asyncrl.buffer.journal import Admitted, Begun, Committed, Delivered, Dropped, Renewed
+from asyncrl.buffer.log import FRAME, Header, new_digest, pack_footer, pack_head
 from asyncrl.buffer.reader import read_deliveries, read_run, verify
-from asyncrl.buffer.records import Admitted, Begun, Committed, Delivered, Dropped, Renewed
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Buffer
 from asyncrl.data import arrow, tables
@@ -131,9 +131,9 @@ def test_s9_damaged_segments(content: bytes, suffix: str) -> None:
 
 
 @EXAMPLES
-@given(damaged(GOOD), damaged(records.encode(Admitted(0, 0, 1.0, 100))), history)
-def test_s9_hostile_segments_with_right_checksums(payload: bytes, record: bytes, course: list[records.Record]) -> None:
-    entries = [records.encode(entry) for entry in (TERMS, *course)]
+@given(damaged(GOOD), damaged(journal.encode(Admitted(0, 0, 1.0, 100))), history)
+def test_s9_hostile_segments_with_right_checksums(payload: bytes, record: bytes, course: list[journal.Record]) -> None:
+    entries = [journal.encode(entry) for entry in (TERMS, *course)]
     with TemporaryDirectory() as place:
         (Path(place) / f"{payloads.STEM}-000000000000000.seg").write_bytes(sealed(payloads.SCHEMA_HASH, GOOD, payload))
         for content in ([*entries, record], entries):

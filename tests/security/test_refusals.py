@@ -16,16 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from asyncrl import floors
 from asyncrl.config import Run, load
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.config.engine import VllmEngine
 from asyncrl.engines.vllm import environment
 from asyncrl.errors import ConfigError, MissingDependencyError
 from asyncrl.models import checkpoint
-from asyncrl.rundir import Events, RunDirectory, replace
-from pipelines import cli
-from pipelines.compare import compare
+from asyncrl.system import minimum_versions
+from asyncrl.system.run_directory import Events, RunDirectory, replace
+from pipelines.cli import main
 from pipelines.compose import to_yaml
+from pipelines.recording.compare import compare
 from tests.security import hostile
 
 REPOSITORY = Path(__file__).parents[2]
@@ -172,14 +172,14 @@ def test_s10_a_page_shows_text_and_loads_nothing(tmp_path: Path) -> None:
 def test_s12_versions_below_a_floor_stop_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert list(floors.problems()) == []
-    for name, floor in floors.FLOORS.items():
-        assert floors.release(version(name)) >= floors.release(floor.oldest)
-    monkeypatch.setattr(floors, "version", {"ray": "2.54.0", "torch": "2.5.1+cpu"}.get)
-    monkeypatch.setattr(floors, "FLOORS", {name: floors.FLOORS[name] for name in ("ray", "torch")})
+    assert list(minimum_versions.problems()) == []
+    for name, floor in minimum_versions.FLOORS.items():
+        assert minimum_versions.release(version(name)) >= minimum_versions.release(floor.oldest)
+    monkeypatch.setattr(minimum_versions, "version", {"ray": "2.54.0", "torch": "2.5.1+cpu"}.get)
+    monkeypatch.setattr(minimum_versions, "FLOORS", {name: minimum_versions.FLOORS[name] for name in ("ray", "torch")})
     with pytest.raises(MissingDependencyError):
-        floors.check()
-    assert cli.main(["plan"]) == 2
+        minimum_versions.check()
+    assert main.main(["plan"]) == 2
     said = capsys.readouterr().err
     assert "ray 2.54.0 is too old to be safe" in said
     assert "pip install 'ray>=2.59'" in said
@@ -187,6 +187,6 @@ def test_s12_versions_below_a_floor_stop_the_command(
 
 
 def test_s12_versions_are_compared_as_numbers() -> None:
-    assert floors.release("14.0.1") > floors.release("9.0.0")
-    assert floors.release("2.13.0+cpu") == (2, 13, 0)
-    assert floors.release("2.60.0rc1") == (2, 60, 0)
+    assert minimum_versions.release("14.0.1") > minimum_versions.release("9.0.0")
+    assert minimum_versions.release("2.13.0+cpu") == (2, 13, 0)
+    assert minimum_versions.release("2.60.0rc1") == (2, 60, 0)

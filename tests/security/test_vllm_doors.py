@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.drafting.settings import NoDrafter
-from asyncrl.engines.build import build_vllm
-from asyncrl.engines.settings import VllmEngine
-from tests.engines.vllm import needs_vllm
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import VllmEngine
+from asyncrl.engines.registry import build_vllm
 from tests.security.inside import is_loopback, listeners
-from tests.tiny_model import tiny_checkpoint
+from tests.support.real_vllm import needs_vllm
+from tests.support.tiny_model import tiny_checkpoint
 
 
 def family() -> set[int]:

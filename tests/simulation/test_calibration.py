@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from asyncrl.config import WarmStart
-from asyncrl.rundir import RunDirectory
+from asyncrl.config.task import ChainsTask
 from asyncrl.simulation.calibration import calibrate
 from asyncrl.simulation.decoding import Decoding
 from asyncrl.simulation.loop import simulate
 from asyncrl.simulation.profile import Affine, Recorded
 from asyncrl.simulation.recordings import Sample, sent
-from asyncrl.tasks.settings import ChainsTask
+from asyncrl.system.run_directory import RunDirectory
 from asyncrl.training.warm_start import make_model
-from pipelines import cli
+from pipelines.cli import main
 from pipelines.compose import from_yaml
-from tests.pipelines import helpers
+from tests.support import quickstart_runs
 
 COIN = Path(__file__).parents[2] / "benchmarks" / "coin.py"
 Call = Callable[..., tuple[int, str, str]]
@@ -67,7 +67,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ("steps=8", "max_staleness=1", "flow.groups_per_take=2", "evaluation.prompts=0", "checkpoint.every=0")
     fake = ("engine=fake", "engine.vocabulary=8", "engine.step_seconds=0.005", "rollout.max_tokens=60")
     coin = (f"reward.function={COIN}:reward", "sentinel.max_kl=0")
-    helpers.finish(helpers.start(root, model, *settings, *fake, *coin))
+    quickstart_runs.finish(quickstart_runs.start(root, model, *settings, *fake, *coin))
     return root / "run"
 
 
@@ -94,7 +94,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
 
     def said(*words: str | Path) -> tuple[int, str, str]:
-        code = cli.main(["simulate", *map(str, words)])
+        code = main.main(["simulate", *map(str, words)])
         return code, *capsys.readouterr()
 
     return said

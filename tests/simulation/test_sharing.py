@@ -5,7 +5,7 @@ from math import isclose
 import msgspec
 import pytest
 
-from asyncrl.buffer.terms import Refusal
+from asyncrl.buffer.ledger import Refusal
 from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.simulation.calibration import paces
 from asyncrl.simulation.clock import Process

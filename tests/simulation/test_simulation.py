@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.settings import Dapo
 from asyncrl.config import Buffer, Flow, Rollout, Run
+from asyncrl.config.algorithm import Dapo
+from asyncrl.config.fleet import Elastic
+from asyncrl.config.staleness import EssBand
 from asyncrl.errors import ConfigError
-from asyncrl.flow.elastic_settings import Elastic
-from asyncrl.flow.settings import EssBand
-from asyncrl.simulation.lengths import Answers
 from asyncrl.simulation.loop import Simulation, simulate
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.profile import (
     Affine,
+    Answers,
     EngineCost,
     Fixed,
     LogNormal,

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.drafter import DrafterSettings, from_rollouts
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.config.precision import Fp8, carrier, numerics
 from asyncrl.drafting.bandit import Range
-from asyncrl.drafting.settings import DrafterSettings, from_rollouts
-from asyncrl.drafting.tapping import RolloutTap
+from asyncrl.drafting.hidden_capture import RolloutTap
 from asyncrl.engines.base import Engine
-from asyncrl.engines.native.engine import NativeEngine
-from asyncrl.engines.native.speculation.build import build_chooser, has_trees
-from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.engines.native.cpu.engine import NativeEngine
+from asyncrl.engines.native.speculation.source import build_chooser, has_trees
 from asyncrl.errors import EngineError
-from asyncrl.precision.settings import Fp8, carrier, numerics
 
 
 def build_native(

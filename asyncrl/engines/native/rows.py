@@ -2,13 +2,12 @@
 
 from math import isnan
 
+from asyncrl.config.drafter import DrafterSettings, Strategy
+from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.drafting.bandit import Range
-from asyncrl.drafting.settings import DrafterSettings, Strategy
 from asyncrl.engines.cooperative import CooperativeEngine, Job
-from asyncrl.engines.native.slots import Ended, SlotTable
-from asyncrl.engines.native.speculation.build import build_chooser
-from asyncrl.engines.native.speculation.source import Chooser, Forceable, Tally
-from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.engines.native.batch_table import Ended, SlotTable
+from asyncrl.engines.native.speculation.source import Chooser, Forceable, Tally, build_chooser
 from asyncrl.errors import EngineError
 from asyncrl.types import EngineStats, Request, Segment
 

@@ -21,17 +21,16 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from asyncrl.drafting.bandit import Range
-from asyncrl.drafting.exchange import Report, Speculation
-from asyncrl.drafting.settings import DrafterSettings
+from asyncrl.config.drafter import DrafterSettings
+from asyncrl.config.engine import VllmEngine as Settings
+from asyncrl.config.precision import Fp8
+from asyncrl.drafting.bandit import Range, Report, Speculation
 from asyncrl.engines.base import OnUpdate
-from asyncrl.engines.settings import VllmEngine as Settings
 from asyncrl.engines.vllm.environment import SPECULATION
 from asyncrl.engines.vllm.options import engine_args, is_adaptive, within
 from asyncrl.engines.vllm.requests import VllmRequests
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.precision.kv_scales import LayerScales, settled
-from asyncrl.precision.settings import Fp8
 from asyncrl.types import EngineStats, WeightAck, WeightManifest
 
 QUIET_TURNS = 10

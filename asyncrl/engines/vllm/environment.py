@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator
 
-from asyncrl.engines.settings import VllmEngine
+from asyncrl.config.engine import VllmEngine
+from asyncrl.config.precision import carrier
 from asyncrl.errors import ConfigError
-from asyncrl.precision.settings import carrier
 
 OWNER = "ASYNCRL_ENGINE_OWNER"
 """Process without which the engine's own have no reason to live."""

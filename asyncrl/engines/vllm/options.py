@@ -11,14 +11,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from asyncrl.devices import has_gpu
+from asyncrl.config.drafter import DrafterSettings, Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter
+from asyncrl.config.engine import VllmEngine
+from asyncrl.config.precision import Fp8, carrier, vllm_in
 from asyncrl.drafting.bandit import strategies
-from asyncrl.drafting.settings import DrafterSettings, Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter
-from asyncrl.engines.settings import VllmEngine
 from asyncrl.models.config import read_config
 from asyncrl.precision.layers import PROJECTIONS
 from asyncrl.precision.quantizer import WEIGHT_BLOCK
-from asyncrl.precision.settings import Fp8, carrier, vllm_in
+from asyncrl.system.devices import has_gpu
 from asyncrl.types import Request
 
 BACKEND = "asyncrl"

@@ -7,7 +7,7 @@ vLLM takes a scheduler of ours by its argument `scheduler_cls`.
   than the GPU needs for 8B in FP8. Ours makes three arrays for all of them.
 - Its own one reads the number of tokens to draft from `dynamic_sd_lookup`, by the number of requests in the step; ours
   replaces that table before each step, as the bandit says, and measures what they gave. Figures reach our engine, and
-  orders come back, through `asyncrl.drafting.exchange`.
+  orders come back, through `asyncrl.drafting.bandit`.
 """
 
 import logging
@@ -24,8 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from asyncrl.drafting.bandit import Bandit, strategies
-from asyncrl.drafting.exchange import Report, Speculation
+from asyncrl.drafting.bandit import Bandit, Report, Speculation, strategies
 from asyncrl.engines.vllm.environment import SPECULATION
 
 EXCHANGE_S = 0.5

@@ -30,8 +30,8 @@ from asyncrl.engines.vllm.environment import OWNER
 from asyncrl.engines.vllm.fp8 import InFp8, check_names
 from asyncrl.engines.vllm.options import BACKEND
 from asyncrl.types import WeightManifest
-from asyncrl.weights.transport import digest_published, read_published
-from asyncrl.weights.word_sum import word_sums
+from asyncrl.weights.flat import word_sums
+from asyncrl.weights.transports.registry import digest_published, read_published
 
 
 @dataclass

@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.board import Board, Flight
+from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.cuda.device_outputs import Board, Flight
 from asyncrl.engines.native.cuda.drafting import Drafting
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Shape, Sizes, StepInputs
@@ -30,7 +31,6 @@ from asyncrl.engines.native.cuda.memory import KvMemory
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import Copy
 from asyncrl.engines.native.sampling import Column, RowSettings, sample
-from asyncrl.engines.native.slots import SlotTable
 
 _JOINED_AFTER = 32
 """Steps with so many tiles beside so many rows, until they are worth a graph of their own."""

@@ -16,13 +16,16 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.drafter import DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.config.precision import Numerics
 from asyncrl.drafting.bandit import PLAIN
-from asyncrl.drafting.settings import DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job, turns
+from asyncrl.engines.native.batch_table import SlotTable
 from asyncrl.engines.native.cuda import weights
-from asyncrl.engines.native.cuda.board import Board, Flight
 from asyncrl.engines.native.cuda.decoding import Decoding
+from asyncrl.engines.native.cuda.device_outputs import Board, Flight
 from asyncrl.engines.native.cuda.drafting import RING, Drafting
 from asyncrl.engines.native.cuda.fp8 import agree, serve
 from asyncrl.engines.native.cuda.graphs import GraphPool
@@ -34,17 +37,13 @@ from asyncrl.engines.native.cuda.pages import PAGE, PageTable, pages_of
 from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_depths
 from asyncrl.engines.native.cuda.timeline import Mark, Timeline
-from asyncrl.engines.native.published import Receiver
 from asyncrl.engines.native.rows import RowEngine
 from asyncrl.engines.native.sampling import Column
-from asyncrl.engines.native.slots import SlotTable
-from asyncrl.engines.native.speculation.build import build_head, no_head
-from asyncrl.engines.native.speculation.drafts import DraftTable
-from asyncrl.engines.native.speculation.source import Chooser
-from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.engines.native.speculation.source import Chooser, build_head, no_head
+from asyncrl.engines.native.verification import DraftTable
+from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.models.checkpoint import load_model
-from asyncrl.precision.settings import Numerics
 from asyncrl.types import WeightAck, WeightManifest
 
 log = logging.getLogger(__name__)

@@ -6,29 +6,176 @@ is put back, and the engine goes on as it was. KV scales are measured with the p
 anything is loaded. Whatever can be is done in a thread, while decoding goes on.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.shapes import Kernels
-from asyncrl.engines.native.cuda.kv_gauge import KvGauge
+from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.config.precision import NO_QK_NORM, Numerics
+from asyncrl.engines.native.cuda.graphs import GraphPool
+from asyncrl.engines.native.cuda.kernels.shapes import Fp8Matrix, Kernels, Kv, Queries
 from asyncrl.engines.native.cuda.model import Block, CudaModel
-from asyncrl.engines.native.cuda.weights_fp8 import Fp8Weights
-from asyncrl.engines.native.published import Receiver, not_in_fp8
-from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.engines.native.cuda.pages import PAGE
+from asyncrl.engines.native.cuda.timeline import Timeline
+from asyncrl.engines.native.weight_loading import Receiver, not_in_fp8
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import hf_tensors
+from asyncrl.models.names import Part, cut, hf_parts, hf_tensors
 from asyncrl.precision.audit import check_gap, check_layers, fixed_input, relative_gap
-from asyncrl.precision.kv_scales import CHECK_LENGTH, LayerScales, check_scales
-from asyncrl.precision.layers import KV_CACHE, SCALES
-from asyncrl.precision.quantizer import ACTIVATION_BLOCK, WEIGHT_BLOCK, Quantized, quantize, reference_product
-from asyncrl.precision.settings import NO_QK_NORM, Numerics
+from asyncrl.precision.kv_scales import CHECK_LENGTH, LayerScales, check_scales, fixed_samples, scales_of
+from asyncrl.precision.layers import KV_CACHE, SCALES, is_quantized
+from asyncrl.precision.quantizer import ACTIVATION_BLOCK, SIDE, WEIGHT_BLOCK, Quantized, quantize, reference_product
 from asyncrl.types import WeightManifest
 from asyncrl.weights.flat import Flat
+
+# What keys and values a version has, before it is served: fixed prompts, computed with weights that lie elsewhere.
+#
+# A forward pass that is launched kernel by kernel takes Python 50 ms (H200, 8B), beside a step loop that needs the
+# interpreter as well. But publications come to the same few places of memory again and again, so the pass over each is
+# captured, and the next time it is one launch.
+
+_TILE = 16
+_GRAPH_BYTES = 1 << 30
+"""For the matrices of one layer, put together, and what is computed with them."""
+Weights = Callable[[], tuple[Tensor, Iterable[tuple[Tensor, Block]]]]
+"""Embeddings, and each layer with its first norm."""
+
+
+class KvGauge:
+    """Used by one thread at a time, beside decoding and behind it."""
+
+    def __init__(self, model: CudaModel, length: int) -> None:
+        samples = [sample[:length] for sample in fixed_samples(model.embedding_V_E.shape[0])]
+        self._model, device = model, model.embedding_V_E.device
+        self._queries, self._tokens_T = _tiles(samples, device)
+        self._kv, self._length = Kv(model.new_pages(len(samples), PAGE, 1)[0]), len(samples[0])
+        """One layer's pages serve all layers."""
+        self._largest_L_2_T = torch.zeros(len(model.blocks), 2, len(samples) * self._length, device=device)
+        self._graphs = GraphPool(Timeline(device, urgent=False), _GRAPH_BYTES)
+
+    def scales(self, weights: Weights, place: Hashable = None) -> tuple[LayerScales, ...]:
+        """`place` says where the weights lie, if they may come there again."""
+        with self._graphs.timeline.work():
+            launch = partial(self._launch, weights)
+            if place is not None and self._graphs.worthwhile(place, after=1):
+                self._graphs.run(place, launch)
+            else:
+                launch()
+            return scales_of(self._largest_L_2_T)
+
+    def _launch(self, weights: Weights) -> None:
+        embedding_V_E, layers = weights()
+        x_T_E, queries = embedding_V_E[self._tokens_T], [self._queries]
+        for (norm_E, block), largest_2_T in zip(layers, self._largest_L_2_T, strict=True):
+            x_T_E = self._model.layer(norm_E, block, x_T_E, queries, queries, self._kv)
+            stored_2_X_K_S_D = self._kv.pages_2_X_K_S_D[:, :, :, : self._length]
+            largest_2_T.copy_(stored_2_X_K_S_D.abs().amax((2, 4)).flatten(1))
+
+
+def _tiles(samples: Sequence[Sequence[int]], device: torch.device) -> tuple[Queries, Tensor]:
+    """All samples as tiles of a row each, which has one page; they are of one length, and no longer than a page."""
+    length = len(samples[0])
+    starts = list(range(0, length, _TILE))
+    row_G, start_G = ([r for r in range(len(samples)) for _ in starts], starts * len(samples))
+    count_G = [min(_TILE, length - start) for start in start_G]
+    tokens = torch.zeros(len(row_G), _TILE, dtype=torch.int64)
+    for group, (row, start, count) in enumerate(zip(row_G, start_G, count_G, strict=True)):
+        tokens[group, :count] = torch.tensor(samples[row][start : start + count])
+    groups_3_G = torch.tensor([row_G, start_G, count_G], dtype=torch.int32, device=device)
+    table_N_P = torch.arange(len(samples), dtype=torch.int32, device=device)[:, None]
+    queries = Queries(_TILE, groups_3_G[0], groups_3_G[1], groups_3_G[2], table_N_P)
+    return queries, tokens.flatten().to(device)
+
+
+# Weights in FP8 as a GPU multiplies with them, in storage that stays where it is.
+#
+# Every projection of the checkpoint is quantized by itself, and a fused matrix holds the blocks of its projections one
+# below the other. A published version brings values and scales under two names, and both are views of this storage.
+#
+# Axis suffixes: O outputs, I inputs, X rows of blocks, B blocks of inputs.
+
+
+def quantized_matrix(weight_O_I: Tensor, parts: Sequence[Part], *, power_of_two: bool) -> Fp8Matrix:
+    found = [
+        quantize(part_O_I, WEIGHT_BLOCK, name=name, power_of_two=power_of_two)
+        for name, part_O_I in cut(weight_O_I, parts)
+    ]
+    values_O_I = torch.cat([each.values_N_C.view(torch.uint8) for each in found]).view(torch.float8_e4m3fn)
+    scales_X_B = torch.cat([each.scales_B_B for each in found])
+    return Fp8Matrix(values_O_I, scales_X_B, *_blocks([part.rows for part in parts], weight_O_I.device))
+
+
+def _blocks(rows: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
+    numbers, first = list[Tensor](), 0
+    for count in rows:
+        numbers.append(first + torch.arange(count) // SIDE)
+        first += -(-count // SIDE)
+    return torch.cat(numbers).to(device, torch.int32), all(count % SIDE == 0 for count in rows)
+
+
+def views(matrix: Fp8Matrix, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    """Values and scales by the names that they are published under."""
+    rows = [part.rows for part in parts]
+    heights = [-(-count // SIDE) for count in rows]
+    split = zip(parts, matrix.values_O_I.split(rows), matrix.scales_X_B.split(heights), strict=True)
+    for part, values_O_I, scales_X_B in split:
+        yield part.name, values_O_I
+        yield part.name + SCALES, scales_X_B
+
+
+class Fp8Weights:
+    """The parameters of a model, quantized where they should be; what is replaced is freed."""
+
+    def __init__(self, model: Decoder, numerics: Numerics) -> None:
+        fp8, layers = numerics.fp8, model.config.layers
+        self.parts = dict(hf_parts(model))
+        self.matrices: dict[str, Fp8Matrix] = {}
+        """By the names of our parameters."""
+        self.held: dict[str, Tensor] = {}
+        """By published names."""
+        for own, parts in self.parts.items():
+            parameter = model.get_parameter(own)
+            if numerics.weights and all(
+                is_quantized(part.name, layers, keep_first=fp8.keep_first, keep_last=fp8.keep_last) for part in parts
+            ):
+                matrix = quantized_matrix(parameter.detach(), parts, power_of_two=fp8.power_of_two)
+                self.matrices[own] = matrix
+                self.held.update(views(matrix, parts))
+                parameter.data = parameter.new_empty(0)
+            else:
+                self.held.update(cut(parameter.detach(), parts))
+
+    @property
+    def quantized(self) -> list[str]:
+        return [part.name for own in self.matrices for part in self.parts[own]]
+
+    def names(self, layer: int) -> list[str]:
+        """What is published of a layer."""
+        return [name for name in self.held if name.startswith(f"model.layers.{layer}.")]
+
+    def of_layer(self, layer: int) -> dict[str, Fp8Matrix]:
+        """By the names of a layer's parameters."""
+        begin = f"layers.{layer}."
+        return {own.removeprefix(begin): found for own, found in self.matrices.items() if own.startswith(begin)}
+
+    def fused(self, layer: int, find: Callable[[str], Tensor], dtype: torch.dtype) -> dict[str, Tensor | Fp8Matrix]:
+        """The parameters of a layer, made of published tensors."""
+        begin, found = f"layers.{layer}.", dict[str, Tensor | Fp8Matrix]()
+        for own, parts in ((own, parts) for own, parts in self.parts.items() if own.startswith(begin)):
+            tensors, name = [find(part.name) for part in parts], own.removeprefix(begin)
+            held = self.matrices.get(own)
+            if held is not None:
+                values_O_I = torch.cat([each.view(torch.uint8) for each in tensors]).view(torch.float8_e4m3fn)
+                scales_X_B = torch.cat([find(part.name + SCALES) for part in parts])
+                found[name] = held._replace(values_O_I=values_O_I, scales_X_B=scales_X_B)
+            else:
+                whole = torch.stack(tensors) if parts[0].flat else torch.cat(tensors)
+                found[name] = whole.to(dtype)
+        return found
+
 
 _OLDEST = (8, 9)
 Load = Callable[[Iterable[str]], None]

@@ -22,10 +22,10 @@ from itertools import count
 import numpy as np
 
 from asyncrl.engines.cooperative import Job
+from asyncrl.engines.native.batch_table import SlotTable
 from asyncrl.engines.native.cuda.inputs import Fields, Shape
 from asyncrl.engines.native.cuda.pages import Copy, PageTable, pages_of
 from asyncrl.engines.native.sampling import Column, Purpose
-from asyncrl.engines.native.slots import SlotTable
 
 NONE = -1
 

@@ -5,15 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.drafting.settings import DrafterSettings, NgramDrafter
-from asyncrl.engines.native.cuda.board import Flight
+from asyncrl.config.drafter import DrafterSettings, NgramDrafter
+from asyncrl.engines.native.batch_table import Ended, SlotTable
+from asyncrl.engines.native.cuda.device_outputs import Flight
 from asyncrl.engines.native.sampling import Column
-from asyncrl.engines.native.slots import Ended, SlotTable
-from asyncrl.engines.native.speculation.build import has_trees, possible_strategies
-from asyncrl.engines.native.speculation.drafts import DraftTable
 from asyncrl.engines.native.speculation.ngram import Ngram
-from asyncrl.engines.native.speculation.source import Tally
-from asyncrl.engines.native.speculation.verify import Verdict
+from asyncrl.engines.native.speculation.source import Tally, has_trees, possible_strategies
+from asyncrl.engines.native.verification import DraftTable, Verdict
 from asyncrl.errors import EngineError
 
 

@@ -12,18 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.native.cuda.fp8 import Fp8Serving, Load
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Move
 from asyncrl.engines.native.cuda.pages import pages_of
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.native.published import Receiver, check_fit
-from asyncrl.engines.settings import NativeEngine as Settings
+from asyncrl.engines.native.weight_loading import Receiver, check_fit
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.config import ModelConfig
 from asyncrl.precision.kv_scales import LayerScales
 from asyncrl.types import TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
-from asyncrl.weights.transport import digest_published, published
+from asyncrl.weights.transports.registry import digest_published, published
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _STEP_BYTES = 1 << 30

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.drafting.settings import NgramDrafter, Strategy
+from asyncrl.config.drafter import NgramDrafter, Strategy
 from asyncrl.engines.cooperative import Job
+from asyncrl.engines.native.batch_table import SlotTable
 from asyncrl.engines.native.sampling import Column
-from asyncrl.engines.native.slots import SlotTable
 from asyncrl.engines.native.speculation.source import Seen, Taps
 
 _GROUPS = 256

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.page_steps import load, nothing, over_pages
+from asyncrl.engines.native.cuda.kernels.paged_loop import load, nothing, over_pages
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kv, Queries
 
 MOST_SPLITS = 32

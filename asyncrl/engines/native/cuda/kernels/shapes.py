@@ -163,7 +163,7 @@ class Kernels(NamedTuple):
     the log-probability at 1."""
     verify: Callable[[Tensor, Drafts, Tensor, Tensor, Tensor], None]
     """(logits_X_V, drafts, token_X, logprob_X, accepted_N): the tokens behind each row's own, `accepted` drafted ones
-    and one more, as `asyncrl.engines.native.speculation.verify` does it; columns behind that are garbage. Drafts of
+    and one more, as `asyncrl.engines.native.verification` does it; columns behind that are garbage. Drafts of
     rows at temperature 0 are guesses."""
     quantize: Callable[[Tensor, Codes, bool], None]
     """(x_T_I, codes, power_of_two): as `asyncrl.precision.quantizer` defines it, as are the next two."""

@@ -1,0 +1,291 @@
+"""The rollout actor: tickets in, scored trajectories into the buffer.
+
+Each finished answer leaves at once: it is scored and appended while its siblings and the long tail are still being
+written. Finished answers of the same few milliseconds travel together, so that small models do not drown in calls.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from actors.buffer import BufferActor
+from actors.drafter.actor import DrafterActor
+from actors.drafter.hidden_stream import HiddenRollouts
+from actors.reward import RewardActor
+from actors.rollout.delivery import Notes, Outbox
+from actors.rollout.generation import Answer, Answering, Asked, batches, encode
+from actors.rollout.quarantine import Trial
+from asyncrl.config import Run
+from asyncrl.config.precision import served_precision
+from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.drafting.bandit import Range
+from asyncrl.engines.base import Engine
+from asyncrl.engines.cooperative import turns
+from asyncrl.engines.registry import build_engine
+from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.fleet.delivery import gather_seconds
+from asyncrl.observe.diagnosis.activity import RolloutActivity
+from asyncrl.observe.diagnosis.snapshot import Situation
+from asyncrl.system.random_streams import random_stream
+from asyncrl.types import (
+    EngineStats,
+    Probe,
+    Prompt,
+    Request,
+    Sampling,
+    Segment,
+    Slot,
+    Ticket,
+    Trajectory,
+    WeightAck,
+    WeightManifest,
+)
+from asyncrl.user_code.protocol import RewardFailure, RewardResult
+from asyncrl.user_code.score import Score
+from asyncrl.weights import probe
+from asyncrl.weights.transports.nccl import addressed_to
+from asyncrl.weights.transports.registry import to_file
+
+
+class Judged(msgspec.Struct, frozen=True, array_like=True):
+    """One evaluated answer."""
+
+    reward: float
+    tokens: int
+
+
+class RolloutActor:
+    """Owns one engine."""
+
+    def __init__(
+        self,
+        run: Run,
+        model_path: Path,
+        name: str,
+        buffer: BufferActor,
+        reward: RewardActor,
+        drafter: DrafterActor | None = None,
+        learned: Sequence[Range] = (),
+    ) -> None:
+        """`drafter`: whom hidden states of some answers are sent to; `learned` about drafting by an earlier engine."""
+        self._run = run
+        self._name = name
+        self._buffer = buffer
+        self._reward = reward
+        self._tokenizer: Tokenizer = load_tokenizer(model_path)
+        engines = max(run.rollout.replicas, run.elastic.max)
+        self._hidden = None if drafter is None else HiddenRollouts(run, model_path, name, drafter, engines)
+        tap = None if self._hidden is None else self._hidden.tap
+        self._engine: Engine = build_engine(run, model_path, name=name, tap=tap, learned=learned)
+        self._outbox = Outbox(
+            buffer,
+            reward,
+            lambda slot: self._activity.stage(slot, "append"),
+            gather_seconds(engines),
+            staged=bool(run.stages),
+        )
+        self._notes = Notes(buffer, engines)
+        self._answering = Answering(run, self._engine, self._tokenizer, reward)
+        self._trial = Trial()
+        self._evaluations = count()
+        self._activity = RolloutActivity()
+        self._served: WeightManifest | None = None
+        """Of the version that the engine serves; none before the first."""
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(
+        self, work: list[tuple[Ticket, Prompt]], begun: Mapping[Slot, tuple[Segment, ...]] | None = None
+    ) -> None:
+        """Generate the samples of these tickets; returns when each is durable or its end is recorded, or, after
+        `hand_over`, the buffer knows how far it came.
+
+        `begun` is what another engine had sampled of some of them before it died or left; they go on from there.
+        """
+        known, unfinished = begun or {}, dict[Slot, tuple[Segment, ...]]()
+        async with asyncio.TaskGroup() as tasks:
+            for some in batches(work):
+                for asked in await encode(some, self._tokenizer, self._run.rollout):
+                    for sample in asked.ticket.samples:
+                        slot = Slot(asked.ticket.group, sample)
+                        sampling = self._sample(slot, asked, known.get(slot, ()), unfinished)
+                        tasks.create_task(self._activity.follow(slot, sampling))
+                await turns()  # all groups of a step at once would keep running answers from their next tokens
+        if unfinished:
+            await self._buffer.note(unfinished)
+
+    async def hand_over(self) -> None:
+        """Generate no further: what runs is given up where it is, for others to go on with. Answers that are finished
+        are still scored and stored, and held-out ones are finished."""
+        self._answering.leaving = True
+        for request in self._trial.under_way:
+            await self._engine.abort(request)
+
+    async def _sample(
+        self, slot: Slot, asked: Asked, begun: tuple[Segment, ...], unfinished: dict[Slot, tuple[Segment, ...]]
+    ) -> None:
+        if self._answering.leaving:
+            unfinished[slot] = begun
+            return
+        request = Request(
+            id=f"{slot.group}/{slot.sample}",
+            tokens=asked.tokens,
+            sampling=self._sampling(),
+            seed=random_stream(self._run.seed, "train", slot.group, slot.sample),
+        )
+        with self._offered(request):
+            with self._trial.running(request.id):
+                try:
+                    answer = await self._answering.converse(
+                        request,
+                        asked.prompt,
+                        asked.ticket.deadline,
+                        begun,
+                        slot,
+                        lambda waits: self._activity.stage(slot, "environment" if waits else "generate"),
+                    )
+                except EngineError:
+                    if self._engine.refusal:
+                        raise  # it is of no use any more: others have to go on with its answers
+                    await self._buffer.fail(slot, "engine_error")
+                    return
+                finally:
+                    self._answering.begun.pop(slot, None)
+                self._activity.stage(slot, "verdict")
+                spoiled = await self._trial.spoiled(request.id)
+            if spoiled:
+                await self._buffer.fail(slot, "unverified", answer.sampled_tokens)
+                return
+            if answer.failure is not None:
+                await self._buffer.fail(slot, answer.failure.reason, answer.sampled_tokens)
+                return
+            if answer.finish == "abort":
+                if answer.finished >= asked.ticket.deadline:  # else the engine was closed; a resumed run asks again
+                    await self._buffer.fail(slot, "timeout", answer.sampled_tokens)
+                elif self._answering.leaving:
+                    unfinished[slot] = answer.segments
+                return
+            await self._hand_in(request, slot, asked, answer)
+
+    async def _hand_in(self, request: Request, slot: Slot, asked: Asked, answer: Answer) -> None:
+        """To be scored and stored."""
+        trajectory = Trajectory(
+            slot=slot,
+            prompt=asked.prompt.uid,
+            segments=(asked.segment, *answer.segments),
+            reward=0.0,
+            finish=answer.finish,
+            started=answer.started,
+            finished=answer.finished,
+            engine=self._name,
+            precision=served_precision(self._run, self._served),
+        )
+        if self._hidden is not None:
+            self._hidden.send(request.id, trajectory)
+        self._activity.stage(slot, "reward")
+        await self._outbox.hand_over(self._answering.reward_input(asked.prompt, answer), trajectory)
+
+    def _offered(self, request: Request) -> AbstractContextManager[None]:
+        return nullcontext() if self._hidden is None else self._hidden.offered(request)
+
+    def _sampling(self, *, greedy: bool = False) -> Sampling:
+        rollout = self._run.rollout
+        return Sampling(
+            max_tokens=rollout.max_tokens,
+            temperature=0.0 if greedy else rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=self._tokenizer.eos_ids,
+        )
+
+    async def evaluate(self, prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
+        """Answer held-out prompts beside the training work; nothing of it enters the buffer."""
+        deadline = time.time() + self._run.flow.stall_timeout_s
+        evaluation = next(self._evaluations)
+        requests = [
+            Request(
+                id=f"eval/{evaluation}/{number}",
+                tokens=tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout)),
+                sampling=self._sampling(greedy=greedy),
+                seed=random_stream(seed, "held_out", number),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        asked = [self._answering.converse(r, prompt, deadline) for r, prompt in zip(requests, prompts, strict=True)]
+        answers = await asyncio.gather(*map(self._activity.evaluation, asked))
+        inputs = [self._answering.reward_input(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        results = await self._activity.during(
+            "the rewards of held-out answers", self._reward.score(inputs), on="reward"
+        )
+        return [Judged(_total(result), answer.sampled_tokens) for result, answer in zip(results, answers, strict=True)]
+
+    async def load_weights(self, manifest: WeightManifest) -> WeightAck:
+        """Serve the version if it arrives whole and computes what the trainer does; else the one before."""
+        manifest = addressed_to(manifest, self._name)
+        async with self._trial.on_trial():
+            loading = self._engine.load_weights(manifest, self._run.rollout.on_update)
+            ack = await self._activity.during(f"loading version {manifest.version}", loading)
+            gap = None if manifest.probe is None else await self._probe(manifest.probe, manifest.version)
+            if manifest.probe is not None and gap is not None and not gap <= manifest.probe.tolerance:
+                await self._go_back()
+                raise WeightSyncError(
+                    f"engine {self._name} does not compute what the trainer does under version {manifest.version}: "
+                    f"log-probabilities after fixed prompts differ by {gap:.3g}, allowed are "
+                    f"{manifest.probe.tolerance:g}; {self._kept()}"
+                )
+        self._served = manifest
+        if self._run.recovery.max_restarts:
+            self._notes.begin(self._answering.begun)
+        return msgspec.structs.replace(ack, probe_gap=gap)
+
+    async def _probe(self, wanted: Probe, version: int) -> float:
+        deadline = time.time() + self._run.weights.deadline_s
+        answers = await asyncio.gather(*(self._answering.answer(r, deadline) for r in probe.requests(wanted, version)))
+        return probe.gap(wanted, [float(s.logprobs[0]) for answer in answers for s in answer.segments])
+
+    async def _go_back(self) -> None:
+        """Throw away what the bad version may have touched, and serve the one before, if it was published."""
+        for request in self._trial.reject():
+            await self._engine.abort(request)
+        self._answering.begun.clear()  # nobody may go on from what the bad version sampled
+        if self._served is not None:
+            await self._engine.load_weights(self._served, "recompute")
+
+    def _kept(self) -> str:
+        if self._served is None:
+            return "no version before it was published, so start the engine again"
+        return f"version {self._served.version} is served again"
+
+    async def hand_on(self, folder: Path) -> WeightManifest:
+        """What this engine serves, as a file for a replica that joins late."""
+        if self._served is None:
+            raise WeightSyncError(f"engine {self._name} has been given no version yet; ask the trainer")
+        return await asyncio.to_thread(to_file, self._served, folder)  # the engine goes on meanwhile
+
+    async def load_drafter(self, manifest: WeightManifest) -> WeightAck:
+        return await self._engine.load_drafter(manifest)
+
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def learned(self) -> list[Range]:
+        return self._engine.learned()
+
+    def situation(self) -> Situation:
+        return self._activity.rollout_situation(self._engine.stats())
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def _total(result: RewardResult) -> float:
+    """Held-out answers without a reward are wrong."""
+    if isinstance(result, RewardFailure):
+        return 0.0
+    return result.total if isinstance(result, Score) else result

@@ -1,0 +1,120 @@
+"""Tells the buffer how far an engine's answers are, in case that its process dies. Nobody waits for it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from actors.buffer import BufferActor
+from actors.reward import RewardActor
+from actors.runtime.background import notice
+from asyncrl.data.arrow import encode
+from asyncrl.fleet.delivery import GATHER_SECONDS
+from asyncrl.types import Segment, Slot, Trajectory
+from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult
+from asyncrl.user_code.score import Score, rewarded
+from asyncrl.user_code.stages import Sample
+
+# Finished answers on their way from an engine to the buffer, scored and appended a few at a time.
+
+
+class Outbox:
+    def __init__(
+        self,
+        buffer: BufferActor,
+        reward: RewardActor,
+        scored: Callable[[Slot], None],
+        gather_s: float = GATHER_SECONDS,
+        *,
+        staged: bool = False,
+    ) -> None:
+        """`scored` is told of each answer that has its reward and now goes into the buffer; `staged`: by way of the
+        user's stages."""
+        self._buffer, self._reward, self._scored, self._gather_s = buffer, reward, scored, gather_s
+        self._staged = staged
+        self._waiting: list[tuple[RewardInput, Trajectory]] = []
+        self._flushing: asyncio.Task[None]
+        self._ready: list[bytes] = []
+        self._storing: asyncio.Task[None]
+        self._one_call = asyncio.Lock()
+
+    async def hand_over(self, judged: RewardInput, trajectory: Trajectory) -> None:
+        """Join the next batch; its failure is that of every answer in it."""
+        if not self._waiting:
+            self._flushing = asyncio.create_task(self._flush_soon())
+            self._flushing.add_done_callback(notice)
+        self._waiting.append((judged, trajectory))
+        await asyncio.shield(self._flushing)
+
+    async def _flush_soon(self) -> None:
+        await asyncio.sleep(self._gather_s)
+        batch, self._waiting = self._waiting, []
+        await self._flush(batch)
+
+    async def _flush(self, batch: Sequence[tuple[RewardInput, Trajectory]]) -> None:
+        results = await self._reward.score([judged for judged, _ in batch])
+        if self._staged:
+            results = await self._pass_stages(batch, results)
+        payloads: list[bytes] = []
+        for result, (_, trajectory) in zip(results, batch, strict=True):
+            self._scored(trajectory.slot)
+            if isinstance(result, RewardFailure):
+                await self._buffer.fail(trajectory.slot, result.reason, trajectory.sampled_tokens)
+            else:
+                payloads.append(encode(rewarded(trajectory, result)))
+        if payloads:
+            await self._store(payloads)
+
+    async def _pass_stages(
+        self, batch: Sequence[tuple[RewardInput, Trajectory]], results: list[RewardResult]
+    ) -> list[RewardResult]:
+        """Those with a reward go on to the stages."""
+        passing = {i: result for i, result in enumerate(results) if not isinstance(result, RewardFailure)}
+        samples = [_sample(*batch[index], result) for index, result in passing.items()]
+        for index, result in zip(passing, await self._reward.stage(samples), strict=True):
+            results[index] = result
+        return results
+
+    async def _store(self, payloads: list[bytes]) -> None:
+        """One call to the buffer at a time: what is scored meanwhile goes with the next. So calls grow larger, and not
+        more, when the buffer has many engines to serve."""
+        if not self._ready:
+            self._storing = asyncio.create_task(self._store_next())
+            self._storing.add_done_callback(notice)
+        self._ready += payloads
+        await asyncio.shield(self._storing)
+
+    async def _store_next(self) -> None:
+        async with self._one_call:
+            ready, self._ready = self._ready, []
+            await self._buffer.append(ready)
+
+
+def _sample(judged: RewardInput, trajectory: Trajectory, reward: float | Score) -> Sample:
+    return Sample(judged.prompt, judged.completion, judged.answer, rewarded(trajectory, reward), judged.turns)
+
+
+EVERY_SECONDS = 1.0
+"""Least time between two notes of one engine: versions may follow each other faster than a death is worth."""
+CALLS_PER_SECOND = 16
+"""That the engines of a run make together, at most, when they are many."""
+
+
+class Notes:
+    def __init__(self, buffer: BufferActor, engines: int) -> None:
+        self._buffer = buffer
+        self._every_s = max(EVERY_SECONDS, engines / CALLS_PER_SECOND)
+        self._noting: asyncio.Task[None] | None = None
+        self._noted = float("-inf")
+
+    def begin(self, begun: Mapping[Slot, tuple[Segment, ...]]) -> None:
+        """An update has cut off what runs: `begun`, as it will be then, is noted soon."""
+        if self._noting is None or self._noting.done():
+            self._noting = asyncio.create_task(self._note(begun))
+            self._noting.add_done_callback(notice)
+
+    async def _note(self, begun: Mapping[Slot, tuple[Segment, ...]]) -> None:
+        # What the update cut off is still on its way to its readers.
+        await asyncio.sleep(max(GATHER_SECONDS, self._noted + self._every_s - time.monotonic()))
+        self._noted = time.monotonic()
+        if begun:
+            await self._buffer.note(dict(begun))

@@ -1,0 +1,65 @@
+"""Questions to actors from any thread of the driver, each with a deadline, also to those that hang.
+
+An actor's event loop computes as well, and may hang. So each process has a second thread, `aside`, that answers
+meanwhile; an actor that does not answer there either is stopped, or stuck where no Python runs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from actors.runtime.spawn import ASIDE, handle_of
+from asyncrl.errors import ActorError
+
+T = TypeVar("T")
+
+
+def ask(actors: Mapping[str, object], question: Callable[[Any], T], timeout_s: float) -> dict[str, T | ActorError]:
+    """What `question` finds in each actor, aside of its event loop; who has not answered in time is left out."""
+    here = {name: question(actor) for name, actor in actors.items() if not is_apart(actor)}
+    there = {
+        name: handle_of(actor).__ray_call__.options(concurrency_group=ASIDE).remote(question)
+        for name, actor in actors.items()
+        if is_apart(actor)
+    }
+    return {**here, **_answers(there, timeout_s)}
+
+
+def taking_calls(actors: Mapping[str, object], timeout_s: float) -> set[str]:
+    """The actors with processes of their own whose event loops answer in time."""
+    asked = {name: handle_of(actor).__ray_call__.remote(_nothing) for name, actor in actors.items() if is_apart(actor)}
+    return set(_answers(asked, timeout_s))
+
+
+def is_apart(actor: object) -> bool:
+    """Whether it has a process of its own."""
+    return handle_of(actor) is not None
+
+
+def kill(actor: object) -> None:
+    """End an actor for good, hung or stopped as it may be; nothing happens to one that has no process of its own."""
+    if is_apart(actor):
+        import ray
+
+        ray.kill(handle_of(actor))
+
+
+def _nothing(_: object) -> None: ...
+
+
+def _answers(asked: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    if not asked:
+        return {}
+    import ray
+    from ray import exceptions
+
+    names = {answer: name for name, answer in asked.items()}
+    done, _ = ray.wait(list(names), num_returns=len(names), timeout=timeout_s)
+    found: dict[str, Any] = {}
+    for answer in done:
+        try:
+            found[names[answer]] = ray.get(answer)
+        except exceptions.RayActorError as error:
+            found[names[answer]] = ActorError(str(error))
+        except exceptions.RayTaskError:  # it was asked at a bad moment
+            continue
+    return found

@@ -1,0 +1,74 @@
+"""Advantages from rewards. Axis suffixes: G samples of a group, L tokens of a sample or of a packed batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.config.algorithm import Overlong
+
+Rewards = npt.NDArray[np.float64]
+EPSILON = 1e-6
+
+
+def group_relative(reward_G: Rewards, *, normalize_std: bool) -> Rewards:
+    """A = r - mean(r), divided by std(r) where asked. All rewards equal: every advantage is exactly 0."""
+    if np.all(reward_G == reward_G[0]):
+        return np.zeros_like(reward_G)
+    centered_G = reward_G - reward_G.mean()
+    return centered_G / (reward_G.std() + EPSILON) if normalize_std else centered_G
+
+
+def leave_one_out(reward_G: Rewards) -> Rewards:
+    """A_i = r_i - mean of the others = G / (G - 1) (r_i - mean(r)). A group of one has nothing to compare with."""
+    count = len(reward_G)
+    return group_relative(reward_G, normalize_std=False) * (count / (count - 1) if count > 1 else 0.0)
+
+
+def step_relative(rewards: Sequence[Rewards], *, group_baseline: bool) -> list[Rewards]:
+    """A = (r - mean) / std over every sample of the step; with `group_baseline` the group's mean comes off first."""
+    if group_baseline:
+        rewards = [group_relative(reward_G, normalize_std=False) for reward_G in rewards]
+    everything = np.concatenate(rewards)
+    mean, std = everything.mean(), everything.std()
+    return [np.zeros_like(r) if std == 0 else (r - mean) / (std + EPSILON) for r in rewards]
+
+
+def overlong_penalty(settings: Overlong, lengths: npt.NDArray[np.int64], max_tokens: int) -> Rewards:
+    """0 up to max_tokens (1 - margin), then a straight line down to -penalty at max_tokens."""
+    if not settings.penalty:
+        return np.zeros(len(lengths))
+    margin = max(settings.margin * max_tokens, 1.0)
+    inside = (lengths.astype(np.float64) - (max_tokens - margin)) / margin
+    return -settings.penalty * inside.clip(0.0, 1.0)
+
+
+def gae(reward_L: Tensor, value_L: Tensor, lengths: Sequence[int], discount: float, trace: float) -> Tensor:
+    """Generalised advantage estimation over samples that lie one behind the other.
+
+    delta_t = r_t + discount V_{t+1} - V_t,  A_t = delta_t + discount trace A_{t+1};  behind the last token V = A = 0.
+    """
+    reward, value = reward_L.tolist(), value_L.tolist()
+    advantage = [0.0] * len(reward)
+    end = 0
+    for length in lengths:
+        following = carried = 0.0
+        for t in range(end + length - 1, end - 1, -1):
+            carried = reward[t] + discount * following - value[t] + discount * trace * carried
+            advantage[t], following = carried, value[t]
+        end += length
+    return torch.tensor(advantage, dtype=value_L.dtype, device=value_L.device)
+
+
+def whitened(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Mean 0 and standard deviation 1 over all parts together."""
+    everything = torch.cat(list(parts))
+    return [standardized(part, everything) for part in parts]
+
+
+def standardized(part: Tensor, everything: Tensor) -> Tensor:
+    """By the mean and standard deviation of everything that it is a part of."""
+    mean, std = everything.mean(), everything.std(correction=0)
+    return (part - mean) / (std + EPSILON)

@@ -1,0 +1,165 @@
+"""The course of a run: what is decided is written, then acted on; what was decided is acted on again.
+
+Replay. A checkpoint after S optimizer steps is older than the journal. Records up to the commit of step S - 1 are
+folded at once; the rest is a script. Deliveries and commits in it wait for the trainer to repeat them, one by one;
+everything between them is folded on the way. When the script is used up and the last recorded version is published
+again, the state is the one at the kill. Nothing is written in the meantime, so a replay can itself be killed.
+"""
+
+from collections import defaultdict, deque
+from typing import NamedTuple, TypeVar
+
+from asyncrl.buffer.journal import Admitted, Advanced, Committed, Delivered, Dropped, Journal, Record, Stored
+from asyncrl.buffer.ledger import Book, Terms
+from asyncrl.buffer.log import Log
+from asyncrl.buffer.payloads import Payloads
+from asyncrl.data import arrow
+from asyncrl.errors import CheckpointError, ConfigError, CorruptSegmentError
+from asyncrl.types import GIVEN, Slot
+
+# Read a run's directory back: what was decided, and what was stored.
+
+
+class Sample(NamedTuple):
+    """A payload that has been decoded once and found sound."""
+
+    slot: Slot
+    payload: bytes
+    tokens: int
+    oldest: int
+    """Version of the oldest sampled token, GIVEN when there is none."""
+    reward: float
+
+    def stored(self, admitted_at: int) -> Stored:
+        """The event of its storing; without a sampled token it is as old as its group's admission."""
+        oldest = admitted_at if self.oldest == GIVEN else self.oldest
+        return Stored(self.slot.group, self.slot.sample, len(self.payload), self.tokens, oldest, self.reward)
+
+
+def check(payload: bytes) -> Sample:
+    """Read a payload, or raise ValueError with what is wrong with it."""
+    row = arrow.read_row(payload)
+    return Sample(row.slot, payload, row.sampled_tokens, row.oldest_version, row.reward)
+
+
+class History(NamedTuple):
+    """What a directory holds."""
+
+    records: list[Record]
+    stored: dict[int, list[Stored]]
+    """Samples by group. The order between them and the records does not matter: a sample only counts from its group's
+    admission to its end, and both are records."""
+
+
+def read_history(journal: Journal, log: Log | None, payloads: Payloads, terms: Terms) -> History:
+    """Everything on disk, checked and indexed; the logs are ready to append after it."""
+    records = journal.recover()
+    _check_terms(records, terms)
+    admitted = {record.group: record.version for record in records if isinstance(record, Admitted)}
+    stored: dict[int, list[Stored]] = defaultdict(list)
+    for place, frame in log.recover() if log else ():
+        try:
+            sample = check(frame.payload)
+        except ValueError as error:  # its checksum is right, so whoever wrote it meant it
+            raise CorruptSegmentError(f"trajectory {place.sequence} of the log cannot be read: {error}") from None
+        if sample.slot.group not in admitted:
+            raise CorruptSegmentError(
+                f"the log holds {sample.slot}, which the journal never leased: its last records are lost, as a power "
+                f"failure can do at durability `process`; start a new run, or use buffer.durability=disk"
+            )
+        if payloads.locate(sample.slot, place):
+            stored[sample.slot.group].append(sample.stored(admitted[sample.slot.group]))
+    return History(records, stored)
+
+
+def _check_terms(records: list[Record], terms: Terms) -> None:
+    """The arithmetic of the journal only holds under the terms it was written with."""
+    if records and records[0] != terms.begun:
+        raise ConfigError(
+            f"the buffer was begun with {records[0]} and cannot go on with {terms.begun}; resume with the same settings"
+        )
+
+
+Step = TypeVar("Step", Delivered, Committed)
+
+
+class Timeline:
+    """Book, journal and payloads, moved together."""
+
+    def __init__(self, book: Book, journal: Journal, payloads: Payloads) -> None:
+        self._book, self._journal, self._payloads = book, journal, payloads
+        self._script: deque[Record] = deque()
+        self._stored: dict[int, list[Stored]] = {}
+        self._published = 0
+        self._first_of_step: dict[int, int] = {}
+        self.orphaned = False
+        """Whether samples that were in flight at the kill have nobody who generates them."""
+
+    @property
+    def replaying(self) -> bool:
+        return bool(self._script) or self._published < self._book.version
+
+    def record(self, *records: Record) -> None:
+        self._journal.write(*records)
+        for record in records:
+            self._act(record)
+
+    def restore(self, history: History, step: int) -> None:
+        """Fold up to the checkpoint after `step` optimizer steps; engines start with that version."""
+        self._script, self._stored, self._published = deque(history.records), history.stored, step
+        while self._script and self._book.step < step:
+            self._follow()
+        if self._book.step < step:
+            raise CheckpointError(
+                f"the checkpoint is at step {step}, but the buffer's records end in step {self._book.step}: they do "
+                f"not belong together, or the records were lost with the machine"
+            )
+        self._catch_up()
+
+    def repeat(self, kind: type[Step]) -> Step | None:
+        """Act on the delivery or commit that the script has next; None when there is no script."""
+        if not self._script:
+            return None
+        record = self._script[0]
+        if not isinstance(record, kind):
+            raise CorruptSegmentError(f"{record} was recorded where the trainer asks for {kind.__name__}")
+        self._follow()
+        self._catch_up()
+        return record
+
+    def publish(self, version: int) -> None:
+        self._published = max(self._published, version)
+        if not self._script and self._published > self._book.version:
+            self.record(Advanced(self._published))
+
+    def first_needed(self, step: int) -> int:
+        """The first sequence of the log that a run needs which resumes after `step` optimizer steps."""
+        self._first_of_step = {s: first for s, first in self._first_of_step.items() if s >= step}
+        return min([self._payloads.first_sequence(self._payloads.groups()), *self._first_of_step.values()])
+
+    def _follow(self) -> None:
+        record = self._script.popleft()
+        try:
+            self._act(record)
+        except KeyError as error:  # its checksum is right, so this is no accident
+            raise CorruptSegmentError(f"{record} does not follow from the records before it") from error
+
+    def _act(self, record: Record) -> None:
+        """Apply a record to the book, and let go of the payloads whose group it ends."""
+        if isinstance(record, Committed):
+            self._first_of_step[record.step] = self._payloads.first_sequence(self._book.delivered)
+            for group in self._book.delivered:
+                self._payloads.forget(group)
+        elif isinstance(record, Dropped):
+            self._payloads.forget(record.group)
+        self._book.apply(record)
+        if isinstance(record, Admitted):
+            for stored in self._stored.pop(record.group, ()):
+                self._book.apply(stored)
+
+    def _catch_up(self) -> None:
+        while self._script and not isinstance(self._script[0], Delivered | Committed):
+            self._follow()
+        if not self._script:
+            self.orphaned = self._book.num_complete < len(self._book.waiting)
+            self.publish(self._published)

@@ -1,0 +1,170 @@
+"""What an algorithm or a correction can be set to. Class defaults are the vetted setting.
+
+Kept apart from the losses so that reading a config imports no torch.
+"""
+
+from typing import Literal
+
+from asyncrl.config.base import AboveZero, Fraction, Natural, NonNegative, Settings
+
+
+class Kl(Settings, frozen=True):
+    """A penalty for leaving the reference, which is the model the run started from."""
+
+    coefficient: NonNegative = 0.0
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or taken from each token's reward (ppo and reinforce_pp, always with k1)."""
+
+
+class Overlong(Settings, frozen=True):
+    """Soft punishment of answers that come close to `rollout.max_tokens` (DAPO)."""
+
+    penalty: NonNegative = 0.0
+    """Taken from the reward of an answer of full length; 0 turns it off."""
+    margin: Fraction = 0.2
+    """Share of `rollout.max_tokens`, counted from the end, over which the penalty grows from 0."""
+
+
+class AlgorithmBase(Settings, frozen=True, tag_field="type"):
+    """The parts that every algorithm is put together from."""
+
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over the tokens of the step; mean over samples of their token means; or sum over a sample's tokens divided
+    by `rollout.max_tokens`, mean over samples."""
+    kl: Kl = Kl()
+    entropy: NonNegative = 0.0
+    """Coefficient of an entropy bonus."""
+    overlong: Overlong = Overlong()
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all equal are dropped and replaced by others."""
+
+
+class Clipped(AlgorithmBase, frozen=True):
+    """The clipped ratio of PPO."""
+
+    clip_low: Fraction = 0.2
+    clip_high: NonNegative = 0.2
+
+
+class Grpo(Clipped, frozen=True, tag="grpo"):
+    """Group-relative advantages, clipped ratio, token mean over the whole step."""
+
+    clip_high: NonNegative = 0.28
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+
+
+class DrGrpo(Clipped, frozen=True, tag="dr_grpo"):
+    """GRPO without its two biases: no division by the standard deviation, none by the answer's own length."""
+
+    aggregation: Literal["token", "sequence", "constant"] = "constant"
+
+
+class Dapo(Clipped, frozen=True, tag="dapo"):
+    """GRPO with a higher upper clip, token mean, dynamic sampling and overlong shaping."""
+
+    clip_high: NonNegative = 0.28
+    overlong: Overlong = Overlong(penalty=1.0)
+    dynamic_sampling: bool = True
+
+
+class Rloo(AlgorithmBase, frozen=True, tag="rloo"):
+    """REINFORCE; the baseline of a sample is the mean of the others in its group."""
+
+
+class ReinforcePp(Clipped, frozen=True, tag="reinforce_pp"):
+    """REINFORCE++: advantages normalised over the whole step instead of the group; no critic."""
+
+    group_baseline: bool = False
+    """Take the group's mean off first, as for hard problems with several answers each."""
+
+
+class Ppo(Clipped, frozen=True, tag="ppo"):
+    """PPO with a critic of the policy's size and generalised advantage estimation."""
+
+    discount: Fraction = 1.0
+    trace: Fraction = 0.95
+    """Lambda of the estimation: 1 trusts the rewards, 0 the critic."""
+    whiten: bool = True
+    """Normalise advantages over the step."""
+    critic_lr: AboveZero = 1e-5
+    critic_warmup_steps: Natural = 0
+    """First steps that train the critic alone."""
+
+
+class Gspo(Clipped, frozen=True, tag="gspo"):
+    """One ratio per answer, the geometric mean of its tokens' ratios. It clips only against the behaviour policy:
+    use it with correction=none or a preset that begins with bypass."""
+
+    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+    clip_low: Fraction = 3e-4
+    clip_high: NonNegative = 4e-4
+    normalize_std: bool = True
+
+
+class Cispo(AlgorithmBase, frozen=True, tag="cispo"):
+    """The ratio is a capped weight of the log-probability, so no token loses its gradient. Like gspo, it needs the
+    behaviour policy in the ratio."""
+
+    cap: AboveZero = 5.0
+    normalize_std: bool = True
+
+
+class CustomAlgorithm(AlgorithmBase, frozen=True, kw_only=True, tag="custom"):
+    """A loss of your own, with group-relative advantages or your own."""
+
+    function: str
+    """`package.module:function` or `path/to/file.py:function`: f(tokens: Tokens) -> one loss per sampled token."""
+    advantages: str = ""
+    """The same: f(rewards of a group: numpy array) -> an advantage for each; empty: group-relative."""
+    normalize_std: bool = True
+    """Divide group-relative advantages by the group's standard deviation."""
+
+
+class Reject(Settings, frozen=True):
+    """Samples or tokens outside the bounds are not learned from. rho = pi/mu, and bounds are always those of what
+    `measure` names: nothing is inverted."""
+
+    measure: Literal["ratio", "k2", "k3"]
+    """rho itself; (log rho)^2 / 2; rho - 1 - log rho."""
+    over: Literal["token", "mean", "sum", "max"]
+    """Each token alone, or the whole sample by the mean, sum or maximum over its tokens. Of ratios these are the
+    geometric mean, the product and the largest."""
+    high: AboveZero
+    low: NonNegative = 0.0
+
+
+class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
+    """Importance weights and rejection. The default truncates token weights at 2 and rejects samples by K3; the
+    algorithm's clip bounds what a token has moved since the version before, and steps on samples that the policy has
+    left far behind are smaller."""
+
+    proximal: Literal["trainer", "behaviour", "interpolated"] = "interpolated"
+    """What the algorithm's own ratio is taken against: the trainer's policy before the update, the policy that sampled
+    (bypass: then no weight belongs on top), or a policy between the two by the versions of each token."""
+    weight: Literal["none", "token", "prefix", "sequence"] = "token"
+    """rho of each token, the product over the sample up to each token, or over the whole sample."""
+    floor: NonNegative = 0.0
+    cap: AboveZero = 2.0
+    outside: Literal["truncate", "mask"] = "truncate"
+    """A weight beyond floor or cap becomes that bound, or 0."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the step's tokens that are learned from."""
+    reject: tuple[Reject, ...] = (Reject(measure="k3", over="mean", high=0.05),)
+    max_drift: NonNegative = 0.01
+    """Mean (log rho)^2 of a step beyond which its learning rate is lowered, by the root of the excess; never where
+    all tokens are of the trainer's own version. 0: never at all."""
+    veto: Fraction = 0.0
+    """Reject a sample if any token's rho is below this; 0 turns it off."""
+
+
+class CustomCorrection(Settings, frozen=True, tag_field="type", tag="custom"):
+    """A correction of your own."""
+
+    function: str
+    """`package.module:function` or `path/to/file.py:function`: f(log_ratio_L, samples: Samples) -> weight per token."""
+
+
+Algorithm = Grpo | DrGrpo | Dapo | Rloo | ReinforcePp | Ppo | Gspo | Cispo | CustomAlgorithm
+Correction = Importance | CustomCorrection

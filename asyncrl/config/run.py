@@ -1,0 +1,267 @@
+"""A run's settings: frozen tagged unions that refuse unknown fields. `load` is the only place that sees a dict.
+
+YAML holds only what differs from these defaults. Numbers that follow from others are properties, never second
+settings that could disagree.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.config.algorithm import Algorithm, Correction, Grpo, Importance, Ppo, ReinforcePp
+from asyncrl.config.base import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.config.drafter import DrafterSettings, NoDrafter, from_rollouts
+from asyncrl.config.engine import EngineSettings, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.errors import explain, unknown_keys
+from asyncrl.config.fleet import Concurrency, Elastic, check_pool
+from asyncrl.config.placement import Placement
+from asyncrl.config.precision import RolloutPrecision, check_precision
+from asyncrl.config.staleness import FixedStaleness, StalenessControl
+from asyncrl.config.task import ChainsTask, ReasoningGymTask, TaskSettings, check_judge
+from asyncrl.config.trackers import TrackerName
+from asyncrl.config.trainer import Trainer, check_trainer
+from asyncrl.config.user_code import Environment, Stages, check_environment
+from asyncrl.config.user_code import Reward as Reward
+from asyncrl.config.weights import Weights, check_weights
+from asyncrl.errors import ConfigError
+
+
+class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
+    """Start from a Hugging Face model directory."""
+
+    path: str
+
+
+class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
+    """Make a small model on the spot: fresh weights and a short supervised start on noisy worked examples."""
+
+    hidden_size: Positive = 128
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 1
+    intermediate_size: Positive = 280
+    steps: Positive = 800
+    batch_tokens: Positive = 400
+    lr: AboveZero = 3e-3
+    noise: Fraction = 0.2
+    """Chance that a worked step of the examples is wrong."""
+
+
+ModelSource = Checkpoint | WarmStart
+
+
+class Rollout(RolloutPrecision, frozen=True):
+    """How answers are generated."""
+
+    replicas: Positive = 1
+    """Engines; with `elastic.max` those that the run begins with."""
+    group_size: Positive = 8
+    max_tokens: Positive = 256
+    temperature: NonNegative = 1.0
+    top_p: Probability = 1.0
+    top_k: Natural = 0
+    on_update: Literal["keep", "recompute"] = "keep"
+    """Running answers at a weight update: keep their old keys and values, or prefill them again."""
+    chat: bool = False
+    """Show each prompt as a user's turn in the model's own chat template."""
+    system: str = ""
+    """System message of the chat; empty leaves it to the template."""
+
+
+class Flow(Settings, frozen=True):
+    """Batch arithmetic and deadlines."""
+
+    groups_per_step: Positive = 32
+    groups_per_take: Positive = 4
+    """Complete groups that the trainer waits for before it starts a forward and backward."""
+    max_ready_groups: Natural = 0
+    """No group is admitted while so many are complete or just begun, so that a trainer that is behind gets fresh ones;
+    0: as many as `max_staleness` lets."""
+    group_timeout_s: AboveZero = 300.0
+    """A group not complete after this is dropped and counted."""
+    stall_timeout_s: AboveZero = 600.0
+    """No progress for this long ends the run with a diagnosis."""
+
+
+class Sentinel(Settings, frozen=True):
+    """When a run stops by itself, because it cannot learn any more."""
+
+    max_kl: NonNegative = 0.5
+    """Largest |mismatch_kl| of a step; 0 turns it off."""
+    on_fp8: Literal["stop", "fall_back", "restart"] = "stop"
+    """At that KL with answers sampled in FP8: end the run, go on without FP8 from the next version on, or start the
+    engines again without FP8, from the last checkpoint."""
+    max_skipped: Positive = 3
+    """Steps in a row whose loss or gradient is not finite."""
+
+
+class Buffer(Settings, frozen=True):
+    """The trajectory buffer."""
+
+    durability: Literal["memory", "process", "disk"] = "process"
+    """What an acknowledged trajectory survives: nothing, kill -9, power loss."""
+    max_bytes: Positive = 1 << 30
+    """Bytes of trajectories admitted but not yet consumed; admission waits above it."""
+    segment_bytes: Positive = 64 << 20
+
+
+class Recovery(Settings, frozen=True):
+    """What happens when a process dies."""
+
+    max_restarts: Natural = 3
+    """How often one engine is started again while the others go on, and how often the run starts again from its last
+    checkpoint when the trainer or the buffer dies; 0: the run stops, to be resumed by hand."""
+    timeout_s: AboveZero = 600.0
+    """For an engine to come back."""
+
+
+class Checkpoints(Settings, frozen=True):
+    """Training checkpoints."""
+
+    every: Natural = 20
+    """Steps between two checkpoints; 0 keeps only the last step's."""
+    last: bool = True
+    """One after the last step as well. Off, for measurements: those of a big model take longer than many steps."""
+    keep: Positive = 2
+
+
+class Evaluation(Settings, frozen=True):
+    """Held-out evaluation, sampled and greedy."""
+
+    every: Natural = 0
+    """Steps between two evaluations; the first and the last step are always evaluated."""
+    prompts: Natural = 256
+    right_from: float = 1.0
+    """An answer counts as right from this reward on."""
+
+
+class Run(Settings, frozen=True):
+    """Everything a run needs to be repeated."""
+
+    name: str = "run"
+    root: str = "runs"
+    """The run directory is `root/name`."""
+    seed: Natural = 0
+    steps: Positive = 100
+    max_staleness: Natural = 2
+    """Oldest policy version, counted back from the trainer's, that may be trained on; 0 is synchronous."""
+    staleness: StalenessControl = FixedStaleness()
+    """Use all of `max_staleness`, or move below it to hold the off-policy figures in a band."""
+    cluster: str = "local"
+    """`local` starts Ray here, `auto` or an address attaches, `inprocess` runs without Ray."""
+    engine: EngineSettings = NativeEngine()
+    algorithm: Algorithm = Grpo()
+    correction: Correction = Importance()
+    drafter: DrafterSettings = NoDrafter()
+    model: ModelSource = WarmStart()
+    task: TaskSettings = ChainsTask()
+    reward: Reward = Reward()
+    environment: Environment = Environment()
+    stages: Stages = ()
+    """Filters and judges between the reward and the buffer, in this order."""
+    rollout: Rollout = Rollout()
+    elastic: Elastic = Elastic()
+    concurrency: Concurrency = Concurrency()
+    placement: Placement = Placement()
+    flow: Flow = Flow()
+    trainer: Trainer = Trainer()
+    sentinel: Sentinel = Sentinel()
+    weights: Weights = Weights()
+    recovery: Recovery = Recovery()
+    buffer: Buffer = Buffer()
+    checkpoint: Checkpoints = Checkpoints()
+    evaluation: Evaluation = Evaluation()
+    trackers: tuple[TrackerName, ...] = ()
+    """Where figures go besides the run's directory."""
+    project: str = "asyncrl"
+    """What trackers show the run under."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.flow.groups_per_step * self.rollout.group_size
+
+    @property
+    def capacity_groups(self) -> int:
+        """Groups that can be admitted and not yet trained on."""
+        return (self.max_staleness + 1) * self.flow.groups_per_step
+
+
+def load(raw: Mapping[str, Any]) -> Run:
+    """Turn composed YAML into a checked Run, or raise ConfigError with the path of what is wrong."""
+    if unknown := unknown_keys(raw, Run):
+        raise ConfigError("\n".join(unknown))
+    try:
+        run = msgspec.convert(raw, Run)
+    except msgspec.ValidationError as error:
+        raise ConfigError(explain(error, raw, Run)) from None
+    check(run)
+    return run
+
+
+def check(run: Run) -> None:
+    """Refuse settings that contradict each other, before anything is started."""
+    if run.flow.groups_per_take > run.flow.groups_per_step:
+        raise ConfigError(
+            f"flow.groups_per_take={run.flow.groups_per_take} is more than flow.groups_per_step="
+            f"{run.flow.groups_per_step}: a step could never begin; lower flow.groups_per_take"
+        )
+    if 0 < run.flow.max_ready_groups < run.flow.groups_per_step:
+        raise ConfigError(
+            f"flow.max_ready_groups={run.flow.max_ready_groups} is less than flow.groups_per_step="
+            f"{run.flow.groups_per_step}: a step could never be filled; raise it, or set 0 for no such limit"
+        )
+    if run.algorithm.dynamic_sampling and run.rollout.group_size == 1:
+        raise ConfigError(
+            "algorithm.dynamic_sampling=true drops groups of equal rewards, and with rollout.group_size=1 that is "
+            "every group: raise rollout.group_size, or set algorithm.dynamic_sampling=false"
+        )
+    if run.algorithm.kl.placement == "reward" and not isinstance(run.algorithm, Ppo | ReinforcePp):
+        raise ConfigError(
+            f"algorithm.kl.placement=reward is not for algorithm={run.algorithm.__struct_config__.tag}; use "
+            "algorithm.kl.placement=loss, or algorithm=ppo or reinforce_pp"
+        )
+    _check_normalized_weights(run)
+    check_precision(run)
+    _check_drafter(run)
+    check_weights(run)
+    check_pool(run)
+    check_trainer(run)
+    check_environment(run)
+    if run.rollout.system and not run.rollout.chat:
+        raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
+    if isinstance(run.task, ReasoningGymTask) and run.task.examples and not run.rollout.chat:
+        raise ConfigError(f"task.examples={run.task.examples} are turns of a chat: set rollout.chat=true")
+    check_judge(run.task, run.reward.function, run.reward.timeout_s)
+    if not run.name or "/" in run.name or run.name.startswith("."):
+        raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
+
+
+def _check_normalized_weights(run: Run) -> None:
+    """The mean weight divides the whole gradient at the step's end, so nothing unweighted may be in it."""
+    normalized = isinstance(run.correction, Importance) and run.correction.batch_normalize
+    if normalized and (
+        run.algorithm.entropy or (run.algorithm.kl.coefficient and run.algorithm.kl.placement == "loss")
+    ):
+        raise ConfigError(
+            "correction.batch_normalize=true does not go with algorithm.entropy or a KL penalty in the loss, which "
+            "have no weights; turn one of them off"
+        )
+
+
+def _check_drafter(run: Run) -> None:
+    if isinstance(run.drafter, NoDrafter):
+        return
+    if isinstance(run.engine, FakeEngine):
+        raise ConfigError(
+            f"drafter={run.drafter.__struct_config__.tag} has nothing to draft for with engine=fake; use drafter=none"
+        )
+    trees = [strategy for strategy in (run.drafter.strategy, *run.drafter.adaptive.strategies) if strategy.is_tree]
+    if trees and isinstance(run.engine, VllmEngine):
+        raise ConfigError(f"drafter.top_k={trees[0].top_k} drafts trees, which vLLM cannot check; use drafter.top_k=1")
+    if from_rollouts(run.drafter) and not (isinstance(run.engine, NativeEngine) and run.engine.device != "cuda"):
+        kind = "vllm" if isinstance(run.engine, VllmEngine) else "native on a GPU"
+        raise ConfigError(
+            f"drafter.training.source={run.drafter.training.source}: only engine=native on a CPU gives hidden states "
+            f"as it decodes, and not engine={kind}; use drafter.training.source=trainer"
+        )

@@ -1,0 +1,138 @@
+"""Where prompts come from."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.config.base import AboveZero, Natural, NonNegative, Positive, Settings
+from asyncrl.errors import ConfigError
+
+
+class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
+    """Chains of small additions with labels; sizes are drawn long-tailed."""
+
+    median_size: Annotated[int, Meta(ge=2, le=25)] = 3
+    """Number of operations of the middle problem."""
+    max_size: Annotated[int, Meta(ge=2, le=25)] = 16
+    """There is one letter for each label, and the first is the start's."""
+    size_spread: NonNegative = 0.7
+    """Spread of the log-normal size distribution."""
+
+    def __post_init__(self) -> None:
+        if self.median_size > self.max_size:
+            raise ValueError(f"median_size={self.median_size} is more than max_size={self.max_size}")
+
+
+HeldOut = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Columns(Settings, frozen=True):
+    """Which columns of a table are what."""
+
+    prompt: str = "prompt"
+    """A text, or a chat as a list of {role, content} that ends with the user."""
+    answer: str = ""
+    """What the reward is given as `answer`; empty: the column `answer`, if there is one."""
+    held_out: HeldOut = 0.05
+    """Share of the rows kept for evaluation."""
+
+    @property
+    def answer_column(self) -> str:
+        return self.answer or "answer"
+
+
+class JsonlTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="jsonl"):
+    """Prompts from a JSON-lines file."""
+
+    path: str
+
+
+class ParquetTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="parquet"):
+    """Prompts from a Parquet file, or from all of a directory."""
+
+    path: str
+
+
+class DatasetTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="dataset"):
+    """Prompts from a Hugging Face dataset; needs the extra `datasets`."""
+
+    name: str
+    """One of the hub's, or a directory that `save_to_disk` wrote."""
+    config: str = ""
+    """Which one of several under the same name."""
+    split: str = "train"
+
+
+class PythonTask(Settings, frozen=True, tag_field="type", tag="python"):
+    """Prompts from a function of your own."""
+
+    function: str
+    """`package.module:function` or `path/to/file.py:function`, called without arguments: returns an iterable of texts,
+    (text, answer) pairs, {prompt, answer} mappings or Prompts."""
+    held_out: HeldOut = 0.05
+    """Share kept for evaluation; of what has no length one text in eight is kept."""
+
+
+class Limits(Settings, frozen=True):
+    """What one program may use. Memory and time are of each process; the wall clock and the disk are of all of them."""
+
+    wall_s: AboveZero = 10.0
+    """For all inputs of a program together; then everything in the sandbox is killed."""
+    cpu_s: Positive = 2
+    """Seconds of CPU for each input."""
+    memory_bytes: Positive = 512 << 20
+    """Address space."""
+    processes: Positive = 8
+    """At a time, threads included."""
+    output_bytes: Positive = 1 << 20
+    """What is kept of each input's output; also the size of the largest file it can write."""
+    disk_bytes: Positive = 64 << 20
+    """All files together; they are in memory."""
+
+
+class CodeTask(Settings, frozen=True, tag_field="type", tag="code"):
+    """Programs to write, from a JSON-lines file with the fields `prompt` and `tests`; judged by running them."""
+
+    path: str
+    held_out: HeldOut = 0.05
+    """Share of the file kept for evaluation."""
+    limits: Limits = Limits()
+    """What the program of one answer may use."""
+
+
+class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_gym"):
+    """Questions of a reasoning-gym dataset, which also judges the answers; needs the extra `reasoning`."""
+
+    dataset: str
+    """Its name in reasoning-gym, such as `chain_sum`."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Settings of the generator, such as {max_terms: 3}."""
+    instruction: str = "Give your final answer between <answer> and </answer>."
+    """Added to every question on a line of its own."""
+    examples: Natural = 0
+    """Solved questions shown before each one, as earlier turns of the chat."""
+
+
+TaskSettings = ChainsTask | JsonlTask | ParquetTask | DatasetTask | PythonTask | CodeTask | ReasoningGymTask
+JUDGES: dict[type[TaskSettings], str] = {
+    ReasoningGymTask: "asyncrl.tasks.reasoning_gym:graded_reward",
+    CodeTask: "asyncrl.rewards.code:reward",
+}
+"""Of tasks that the default reward cannot judge."""
+KILL_S = 5.0
+"""For making a sandbox and ending it, beside the program's own time."""
+
+
+def check_judge(task: TaskSettings, function: str, timeout_s: float) -> None:
+    """Refuse a reward that would call right answers wrong, or be killed over programs that are merely slow."""
+    if type(task) in JUDGES and function.startswith("asyncrl.tasks.chains:"):
+        raise ConfigError(
+            f"reward.function={function} cannot judge task={task.__struct_config__.tag}; set reward.function="
+            f"{JUDGES[type(task)]}"
+        )
+    if isinstance(task, CodeTask) and timeout_s < task.limits.wall_s + KILL_S:
+        raise ConfigError(
+            f"reward.timeout_s={timeout_s:g} would drop programs that run into task.limits.wall_s="
+            f"{task.limits.wall_s:g} instead of giving them 0; set reward.timeout_s={task.limits.wall_s + KILL_S:g}"
+        )

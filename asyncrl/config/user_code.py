@@ -1,0 +1,82 @@
+"""Stages: functions of the user's between the reward and the buffer."""
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from asyncrl.config.base import AboveZero, Positive, Settings
+from asyncrl.config.engine import FakeEngine
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config.run import Run
+
+
+# What functions of the user's have in common, and the settings of the judge.
+
+
+class Called(Settings, frozen=True):
+    """A function of the user's, run in processes of its own that can be killed."""
+
+    KIND: ClassVar[Literal["reward", "environment", "stage"]]
+
+    function: str
+    timeout_s: AboveZero = 30.0
+    """For one call; what takes longer is killed, and its sample dropped and counted."""
+    workers: Positive = 1
+
+
+class Reward(Called, frozen=True):
+    """The judge: a plain function."""
+
+    KIND = "reward"
+
+    function: str = "asyncrl.tasks.chains:reward"
+    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer)."""
+    timeout_s: AboveZero = 5.0
+    allow_unsafe_exec: bool = False
+    """Where programs cannot be contained, run the model's code all the same, as you and with all that you can do."""
+
+
+# An environment: a function of the user's that answers the model, turn by turn.
+
+
+class Environment(Called, frozen=True):
+    """Tools, games, users: whatever speaks between two turns of the model. What it says is given, never learned."""
+
+    KIND = "environment"
+
+    function: str = ""
+    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, turns, answer); empty: none."""
+    max_turns: Positive = 8
+    """Of the model. `rollout.max_tokens` bounds all turns together, the environment's included."""
+
+    @property
+    def on(self) -> bool:
+        return bool(self.function)
+
+
+def check_environment(run: "Run") -> None:
+    if run.environment == Environment():
+        return
+    if not run.environment.on:
+        raise ConfigError("environment.* is set and environment.function is not: name the function, or leave it out")
+    if isinstance(run.engine, FakeEngine):
+        raise ConfigError("environment.function has nothing to answer with engine=fake, which writes no text")
+    if run.environment.max_turns == 1:
+        raise ConfigError("environment.max_turns=1 ends every answer before the environment is asked; set 2 or more")
+
+
+class Stage(Called, frozen=True):
+    """A filter or a judge."""
+
+    KIND = "stage"
+
+    function: str
+    """`package.module:function` or `path/to/file.py:function`, called as f(samples: list[Sample])."""
+
+
+Stages = tuple[Stage | str, ...]
+"""A plain text is the function of a stage with defaults."""
+
+
+def stages(given: Stages) -> list[Stage]:
+    return [Stage(function=each) if isinstance(each, str) else each for each in given]

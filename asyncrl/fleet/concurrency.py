@@ -1,0 +1,71 @@
+"""How many requests one engine is given at a time: what it says of itself in, a limit out. Pure: no clock of its own.
+
+Additive increase, multiplicative decrease, as in congestion control. Requests that an engine cannot run lie in its
+queue, where nobody else can take them, or worse, are thrown out of its KV cache and computed again; too few leave the
+batch small. So the limit grows while it is used up and nothing queues, is cut when something does, and stays where a
+raise did not bring more tokens per second: from there on larger batches only make each answer slower.
+"""
+
+from typing import NamedTuple
+
+from asyncrl.config.fleet import Concurrency
+
+
+class Pressure(NamedTuple):
+    """What an engine says of itself; counters are since its start."""
+
+    running: int
+    waiting: int
+    generated_tokens: int
+    preempted: int = 0
+    """Requests that lost their place in the KV cache and are computed again."""
+    recomputed: int = 0
+    """Tokens computed again for weight updates, which takes places away as well; that is no lack of memory."""
+
+
+class _Raise(NamedTuple):
+    """The last raise, and what the engine gave before it."""
+
+    limit: int
+    rate: float
+
+
+class InFlightLimit:
+    """Of one engine. `observe` from time to time; times are seconds of any one clock."""
+
+    def __init__(self, settings: Concurrency) -> None:
+        self._settings = settings
+        self.limit = max(settings.start, settings.min)
+        self._before: tuple[float, Pressure] | None = None
+        self._raised: _Raise | None = None
+
+    def observe(self, now: float, given: int, pressure: Pressure) -> int:
+        """The limit from now on; `given` requests are under way at the engine as its giver counts them."""
+        before, self._before = self._before, (now, pressure)
+        if before is None or now <= before[0] or pressure.generated_tokens < before[1].generated_tokens:
+            return self.limit  # the first look, or the engine was started again
+        rate = (pressure.generated_tokens - before[1].generated_tokens) / (now - before[0])
+        if _is_full(before[1], pressure):
+            self._raised = None
+            self.limit = max(self._settings.min, int(min(self.limit, given) * self._settings.lower_to))
+        elif given >= self.limit and self._pays(rate):
+            self._raised = _Raise(self.limit, rate)
+            self.limit += self._settings.raise_by
+        return self.limit
+
+    def _pays(self, rate: float) -> bool:
+        """Whether the last raise brought more tokens per second. If not it is taken back, until the engine gives more
+        than it ever did at that limit: its answers may have become another kind."""
+        if self._raised is None:
+            return True
+        if rate > self._raised.rate * (1 + self._settings.worth):
+            return True
+        self.limit = min(self.limit, self._raised.limit)
+        self._raised = self._raised._replace(rate=max(rate, self._raised.rate))
+        return False
+
+
+def _is_full(before: Pressure, now: Pressure) -> bool:
+    """What waits at one look only may have come in that very moment."""
+    thrown_out = now.preempted > before.preempted and now.recomputed == before.recomputed
+    return thrown_out or (before.waiting > 0 and now.waiting > 0)

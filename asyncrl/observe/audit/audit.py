@@ -1,0 +1,137 @@
+"""The verdict over a run's directory: nothing lost, nothing twice, nothing trained on that should not be.
+
+Reads what the run wrote and nothing else, so it can be asked of a killed run, of a finished one, or of a copy.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncrl.buffer.journal import Admitted, Begun, Record
+from asyncrl.buffer.replay import Sample
+from asyncrl.data.arrow import Row
+from asyncrl.observe.audit.accounts import Accounts, Samples
+from asyncrl.observe.audit.evidence import DamageError, Place, Tally, pruned_below, read_journal, read_rows
+from asyncrl.types import GIVEN, Ledger, Slot
+
+NOTHING = Ledger(leased=0, in_flight=0, buffered=0, consumed=0, dropped={})
+
+
+class Manifest(Protocol):
+    """What is asked of a checkpoint."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def samples_trained(self) -> int: ...
+    @property
+    def consumed(self) -> tuple[tuple[int, int], ...]: ...
+
+
+class Audit(msgspec.Struct):
+    """What was read, and what is wrong with it: `violations` is empty for a sound run."""
+
+    journal: Tally = msgspec.field(default_factory=Tally)
+    log: Tally = msgspec.field(default_factory=Tally)
+    ledger: Ledger = NOTHING
+    """At the journal's end."""
+    steps: int = 0
+    violations: list[str] = msgspec.field(default_factory=list[str])
+
+    @property
+    def sound(self) -> bool:
+        return not self.violations
+
+
+def audit(
+    trajectories: Path, run_id: str, manifests: Mapping[str, Manifest], summary: Mapping[str, Any] | None = None
+) -> Audit:
+    """`manifests`: of the checkpoints, by name; `summary`: of a finished run."""
+    found = Audit()
+    try:
+        records = list(read_journal(trajectories, run_id, found.journal))
+        if not records:
+            if any(manifest.step for manifest in manifests.values()):
+                raise DamageError(f"{trajectories} holds no journal, but there are checkpoints")
+            return found
+        accounts = _accounts(records, trajectories, run_id, found.log)
+        for place, record in records[1:]:
+            _follow(accounts, place, record)
+            found.ledger, found.steps = accounts.ledger(), accounts.step
+        for name, manifest in manifests.items():
+            _check_manifest(name, manifest, accounts)
+        if summary is not None and summary.get("status") == "ok":
+            _check_summary(summary, found)
+    except DamageError as damage:
+        found.violations.append(str(damage))
+    return found
+
+
+def _accounts(records: list[tuple[Place, Record]], trajectories: Path, run_id: str, tally: Tally) -> Accounts:
+    place, begun = records[0]
+    if not isinstance(begun, Begun):
+        raise DamageError(f"{place}: the journal begins with {begun}: its first records are lost")
+    leased = {record.group: record.version for _, record in records if isinstance(record, Admitted)}
+    samples: Samples = {}
+    for place, row in read_rows(trajectories, run_id, tally):
+        _check_row(place, row, begun, leased)
+        of_group = samples.setdefault(row.slot.group, {})
+        if row.slot.sample in of_group:
+            raise DamageError(f"{place}: {_name(row.slot)} is stored twice")
+        sample = Sample(row.slot, b"", row.sampled_tokens, row.oldest_version, row.reward)
+        of_group[row.slot.sample] = sample.stored(leased[row.slot.group])
+    if tally.first > (needed := pruned_below(trajectories)):
+        raise DamageError(f"trajectories before {tally.first} are gone, but a consumer needs those from {needed} on")
+    return Accounts(begun, samples, pruned=tally.first > 0)
+
+
+def _check_row(place: Place, row: Row, begun: Begun, leased: Mapping[int, int]) -> None:
+    if row.slot.group not in leased or row.slot.sample >= begun.group_size:
+        raise DamageError(f"{place}: {_name(row.slot)} is stored, but was never leased")
+    versions = [version for _, _, version in row.runs if version != GIVEN]
+    if versions != sorted(versions):
+        raise DamageError(f"{place}: {_name(row.slot)} goes back in versions: {versions}")
+
+
+def _follow(accounts: Accounts, place: Place, record: Record) -> None:
+    try:
+        accounts.follow(record)
+    except DamageError as damage:
+        raise DamageError(f"{place}: {damage}") from None
+
+
+def _check_manifest(name: str, manifest: Manifest, accounts: Accounts) -> None:
+    if manifest.step > accounts.step:
+        raise DamageError(f"{name} holds {manifest.step} steps, but the journal commits {accounts.step}")
+    claimed = [group for first, last in manifest.consumed for group in range(first, last + 1)]
+    trained = accounts.trained_before(manifest.step)
+    if different := sorted(set(claimed) ^ set(trained)):
+        raise DamageError(
+            f"{name}: groups {different[:5]} are in its manifest or in the journal's deliveries, but not in both"
+        )
+    if len(claimed) != len(trained):
+        raise DamageError(f"{name}: its manifest names a group twice")
+    if manifest.samples_trained != len(claimed) * accounts.terms.group_size:
+        raise DamageError(
+            f"{name}: {manifest.samples_trained} samples are not {len(claimed)} groups of {accounts.terms.group_size}"
+        )
+
+
+def _check_summary(summary: Mapping[str, Any], found: Audit) -> None:
+    """A run that says it ended well has all its steps, and ends with the sums that the journal gives."""
+    if summary["steps"] != found.steps:
+        raise DamageError(f"summary.json counts {summary['steps']} steps, the journal {found.steps}")
+    if summary["samples_trained"] != found.ledger.consumed:
+        raise DamageError(
+            f"summary.json counts {summary['samples_trained']} samples, the journal {found.ledger.consumed}"
+        )
+    if summary["ledger"] != msgspec.to_builtins(found.ledger):
+        raise DamageError(
+            f"summary.json ends with {summary['ledger']}, the journal with {msgspec.to_builtins(found.ledger)}"
+        )
+
+
+def _name(slot: Slot) -> str:
+    return f"group {slot.group} sample {slot.sample}"

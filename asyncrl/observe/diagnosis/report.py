@@ -1,0 +1,37 @@
+"""What a stall leaves in the run directory: `stall.txt` to read and `stall.json` to ask."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import StallError
+from asyncrl.observe.diagnosis.snapshot import Explanation, Picture
+from asyncrl.system.run_directory import replace
+
+TEXT, JSON = "stall.txt", "stall.json"
+
+
+def render(explanation: Explanation, stacks: Mapping[str, str]) -> str:
+    chain = "\n".join(f"  {number}. {link}" for number, link in enumerate(explanation.chain, start=1))
+    dumps = "\n\n".join(f"stack of {name}\n{stack.rstrip()}" for name, stack in stacks.items())
+    return f"{explanation.sentence}\n\nwho waits for whom\n{chain}\n\n{dumps}\n"
+
+
+def write(directory: Path, explanation: Explanation, picture: Picture, stacks: Mapping[str, str]) -> None:
+    found = {
+        "time": time.time(),
+        "exit_code": StallError.exit_code,
+        **msgspec.to_builtins(explanation),
+        "stacks": dict(stacks),
+        "picture": msgspec.to_builtins(picture),
+    }
+    replace(directory / TEXT, render(explanation, stacks).encode())
+    replace(directory / JSON, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+
+
+def clear(directory: Path) -> None:
+    """A resumed run has not stalled; the sentence of the one before stays in its events."""
+    for name in (TEXT, JSON):
+        (directory / name).unlink(missing_ok=True)

@@ -1,0 +1,228 @@
+"""Looks at this machine. Nothing here changes anything, beyond a small file that is written and removed again."""
+
+import fcntl
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distributions, requires
+from pathlib import Path
+
+import msgspec
+
+import asyncrl
+from asyncrl.errors import SandboxError
+from asyncrl.observe.doctor.facts import Cuda, Disk, Facts, Gpu, Leftovers
+from asyncrl.sandbox.sandbox import Sandbox
+from asyncrl.system import minimum_versions
+from asyncrl.system.devices import gpu_count, mps_runs
+from asyncrl.system.scratch_dirs import LOCK
+
+# The GPUs, as their driver and as torch and cupy see them.
+
+ANSWER_S = 60.0
+"""For packages of a gigabyte to be imported, perhaps over a network."""
+QUESTION = """
+import json
+found = {}
+try:
+    import torch
+    found |= {"torch": torch.version.cuda or "", "works": torch.cuda.is_available()}
+    import cupy
+    from cupy.cuda import nccl
+    found["nccl"] = str(nccl.get_version())
+    cupy.cuda.runtime.ipcGetMemHandle(cupy.cuda.Memory(1 << 20).ptr)
+    found["ipc"] = True
+except Exception:
+    pass
+print(json.dumps(found))
+"""
+"""What fails is left at its default: how far it got says what is missing."""
+
+
+def gpus() -> tuple[Gpu, ...]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
+    return tuple(Gpu(name=name, driver=driver, memory=int(memory) << 20) for name, driver, memory in rows)
+
+
+def ask() -> Cuda:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", QUESTION], capture_output=True, text=True, timeout=ANSWER_S, check=True
+        )
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Cuda)
+    except (subprocess.SubprocessError, IndexError, msgspec.DecodeError):
+        return Cuda()
+
+
+# What ended runs have left on a machine: a Ray whose driver is dead, and directories with logs. Linux only.
+
+RAYS = re.compile(r"/(gcs_server|raylet) ")
+
+
+def find(home: Path) -> Leftovers:
+    """`home` is where the directories of our own Rays are made."""
+    ended = [path for path in home.glob("asyncrl-*") if path.is_dir() and not _is_held(path / LOCK)]
+    kept = [path for path in ended if (path / "ray").is_dir() and path.stat().st_uid == os.geteuid()]
+    return Leftovers(
+        processes=tuple(pid for pid, words in _rays() if any(f"{path}/" in words for path in ended)),
+        directories=tuple(sorted(map(str, kept))),
+        bytes=sum(map(_size, kept)),
+    )
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether the process that owns a directory is alive."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _rays() -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended while we looked
+            words = (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            if RAYS.search(words):
+                found.append((int(process.name), words))
+    return found
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+SHARED_MEMORY = Path("/dev/shm")
+HEAD_PORTS = (6379, 8265, 10001)
+"""Of `ray start --head`: its address, its dashboard, its client door."""
+REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*\])?(.*)")
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def gather(root: Path) -> Facts:
+    """`root` is where runs are written."""
+    devices = gpu_count()
+    return Facts(
+        python=sys.version_info[:3],
+        packages={_normal(found.name): found.version for found in distributions()},
+        requirements=dict(_requirements()),
+        vllm=minimum_versions.installed(),
+        gpu_devices=devices,
+        gpus=gpus() if devices else (),
+        cuda=ask() if devices else None,
+        mps=mps_runs(),
+        memory=_memory(),
+        shared_memory=_shared_memory(),
+        disk=_disk(root),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        loopback=_can_bind(0),
+        taken_ports=tuple(port for port in HEAD_PORTS if not _can_bind(port)),
+        bubblewrap=shutil.which("bwrap") is not None,
+        sandbox=_sandbox(),
+        py_spy=bool(shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))),
+        ptrace_scope=int(PTRACE_SCOPE.read_text()) if PTRACE_SCOPE.exists() else 0,
+        root=os.geteuid() == 0,
+        now=time.time(),
+        newest_file=max(path.stat().st_mtime for path in Path(asyncrl.__file__).parent.glob("*.py")),
+        leftovers=find(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
+    )
+
+
+def _requirements() -> Iterator[tuple[str, str]]:
+    """Of the core, without extras: `ray<2.62,>=2.59` -> ray, <2.62,>=2.59."""
+    try:
+        listed = requires("asyncrl") or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        return
+    for text in listed:
+        if ";" not in text and (found := REQUIREMENT.match(text)):
+            yield _normal(found[1]), found[2]
+
+
+def _normal(name: str) -> str:
+    """As indexes spell it: google_crc32c and google-crc32c are one."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _memory() -> int:
+    """Bytes that can be had without swapping."""
+    info = Path("/proc/meminfo")
+    if not info.exists():  # macOS
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (line,) = [line for line in info.read_text().splitlines() if line.startswith("MemAvailable")]
+    return int(line.split()[1]) << 10
+
+
+def _shared_memory() -> tuple[int, int] | None:
+    if not SHARED_MEMORY.is_dir():
+        return None
+    found = shutil.disk_usage(SHARED_MEMORY)
+    return found.total, found.free
+
+
+def _disk(root: Path) -> Disk:
+    place = next(place for place in (root.resolve(), *root.resolve().parents) if place.is_dir())
+    disk = Disk(directory=str(place), free=shutil.disk_usage(place).free)
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".asyncrl-doctor-") as file:
+            file.write(b"doctor")
+            file.flush()
+            begun = time.monotonic()
+            taken = _fsync(file.fileno(), begun)
+            ahead = os.fstat(file.fileno()).st_mtime - time.time()
+    except OSError:
+        return Disk(directory=disk.directory, free=disk.free, writable=False)
+    return Disk(directory=disk.directory, free=disk.free, fsync_s=taken, ahead_s=ahead)
+
+
+def _fsync(descriptor: int, begun: float) -> float | None:
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        return None
+    return time.monotonic() - begun
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _sandbox() -> str:
+    try:
+        Sandbox()
+    except SandboxError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,114 @@
+"""Questions that are asked of every run, as SQL over the tables of `asyncrl.observe.query.tables`."""
+
+from typing import NamedTuple
+
+
+class Ready(NamedTuple):
+    says: str
+    sql: str
+
+
+READY = {
+    "reward_by_step": Ready(
+        "reward of the samples that each step was trained on",
+        """
+        SELECT step, count(*) AS samples, round(avg(reward), 4) AS reward, min(reward) AS lowest, max(reward) AS highest
+        FROM trajectories WHERE step IS NOT NULL GROUP BY step ORDER BY step
+        """,
+    ),
+    "reward_parts_by_step": Ready(
+        "mean of each part of the reward, over the samples of each step that have it",
+        """
+        SELECT step, part.key AS part, count(*) AS samples, round(avg(part.value), 4) AS mean,
+            min(part.value) AS lowest, max(part.value) AS highest
+        FROM (SELECT step, unnest(map_entries(parts)) AS part FROM trajectories WHERE step IS NOT NULL)
+        GROUP BY step, part.key ORDER BY step, part.key
+        """,
+    ),
+    "reward_by_prompt": Ready(
+        "the 50 prompts with the least reward",
+        """
+        SELECT prompt, count(*) AS answers, round(avg(reward), 4) AS reward, round(stddev_pop(reward), 4) AS spread,
+            max(step) AS last_step
+        FROM trajectories GROUP BY prompt ORDER BY reward, answers DESC, prompt LIMIT 50
+        """,
+    ),
+    "groups_without_signal": Ready(
+        "by step, trained groups whose samples all got the same reward, so that they taught nothing",
+        """
+        SELECT step, count(*) AS groups, count(*) FILTER (lowest = highest) AS without_signal,
+            round(count(*) FILTER (lowest = highest) / count(*), 3) AS share
+        FROM (
+            SELECT group_id, any_value(step) AS step, min(reward) AS lowest, max(reward) AS highest
+            FROM trajectories WHERE step IS NOT NULL GROUP BY group_id
+        ) GROUP BY step ORDER BY step
+        """,
+    ),
+    "longest_answers": Ready(
+        "the 20 answers with most tokens",
+        """
+        SELECT group_id, sample, prompt, answer_tokens, round(seconds, 3) AS seconds, reward, finish, fate, step
+        FROM trajectories ORDER BY answer_tokens DESC, group_id, sample LIMIT 20
+        """,
+    ),
+    "truncated_by_step": Ready(
+        "by step, the share of answers that were cut at rollout.max_tokens, and their reward beside the others'",
+        """
+        SELECT step, count(*) AS samples, round(count(*) FILTER (finish = 'length') / count(*), 4) AS cut,
+            round(avg(reward) FILTER (finish = 'length'), 4) AS reward_cut,
+            round(avg(reward) FILTER (finish <> 'length'), 4) AS reward_others
+        FROM trajectories WHERE step IS NOT NULL GROUP BY step ORDER BY step
+        """,
+    ),
+    "stalest_samples": Ready(
+        "the 20 trained samples whose first token was oldest, in policy versions",
+        """
+        SELECT group_id, sample, prompt, step, staleness, oldest_version, round(seconds, 3) AS seconds, reward, engine
+        FROM trajectories WHERE step IS NOT NULL ORDER BY staleness DESC, seconds DESC LIMIT 20
+        """,
+    ),
+    "drops_by_reason": Ready(
+        "samples that were never trained on, by reason; `stored` were finished, and `tokens` are theirs",
+        """
+        WITH lost AS (
+            SELECT drop_reason AS reason, if(drop_sample IS NULL, size, 1) AS samples FROM groups WHERE fate = 'dropped'
+            UNION ALL SELECT 'group_incomplete', size - 1 FROM groups WHERE drop_sample IS NOT NULL
+        ), stored AS (
+            SELECT drop_reason AS reason, count(*) AS stored, sum(answer_tokens) AS tokens
+            FROM trajectories WHERE fate = 'dropped' GROUP BY ALL
+        )
+        SELECT reason, sum(samples)::BIGINT AS samples, coalesce(any_value(stored), 0) AS stored,
+            coalesce(any_value(tokens), 0)::BIGINT AS tokens
+        FROM lost LEFT JOIN stored USING (reason) GROUP BY reason ORDER BY samples DESC, reason
+        """,
+    ),
+    "time_per_engine": Ready(
+        "answers of each engine, how long they took, and its tokens per second between its first and last answer",
+        """
+        SELECT engine, count(*) AS answers, round(avg(seconds), 3) AS mean_s,
+            round(quantile_cont(seconds, 0.95), 3) AS p95_s, round(max(seconds), 3) AS longest_s,
+            round(sum(answer_tokens) / (max(finished) - min(started)), 1) AS tokens_per_s
+        FROM trajectories GROUP BY engine ORDER BY engine
+        """,
+    ),
+    "waits_by_cause": Ready(
+        "what the run's seconds were spent on, as recorded in spans; those of different actors overlap",
+        """
+        SELECT kind, count(*) AS times, round(sum(seconds), 2) AS total_s, round(avg(seconds), 4) AS mean_s,
+            round(max(seconds), 3) AS longest_s,
+            round(sum(seconds) / (SELECT max(loop_seconds) FROM metrics), 3) AS of_the_loop
+        FROM events WHERE seconds IS NOT NULL GROUP BY kind ORDER BY total_s DESC
+        """,
+    ),
+    "throughput_over_time": Ready(
+        "answers per second in each twentieth of the run, and how long they took",
+        """
+        WITH span AS (SELECT min(finished) AS begun, (max(finished) - min(finished)) / 20 + 1e-9 AS width
+            FROM trajectories)
+        SELECT round(floor((finished - begun) / width) * width, 1) AS second, count(*) AS answers,
+            round(count(*) / any_value(width), 1) AS answers_per_s, round(avg(seconds), 3) AS mean_s,
+            round(avg(reward), 4) AS reward
+        FROM trajectories, span GROUP BY ALL ORDER BY second
+        """,
+    ),
+}

@@ -1,0 +1,172 @@
+"""A run's directory as tables for SQL, while the run goes on or long after it.
+
+Nothing is copied, locked or changed: the trajectory log is mapped, and its long columns are read by the queries that
+name them. A connection sees the run as it was when it was opened; open another one to see more.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pyarrow
+
+from asyncrl.buffer import journal, payloads
+from asyncrl.data.tables import read_table
+from asyncrl.observe.query.group_outcomes import Fates, read_fates
+from asyncrl.observe.query.logs import open_files
+from asyncrl.observe.query.segments import SCHEMA, as_array, read_trajectories
+from asyncrl.system.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import duckdb
+
+pa = cast(Any, pyarrow)  # its type stubs are incomplete
+
+THREADS = 2
+METRICS = {
+    "step": pa.int64(),
+    "version": pa.int64(),
+    "time": pa.float64(),
+    "loop_seconds": pa.float64(),
+    "samples": pa.int64(),
+    "tokens": pa.int64(),
+    "reward": pa.float64(),
+    "loss": pa.float64(),
+    "grad_norm": pa.float64(),
+    "skipped": pa.bool_(),
+    "staleness_mean": pa.float64(),
+    "staleness_max": pa.int64(),
+    "length_mean": pa.float64(),
+    "length_max": pa.int64(),
+    "wait_seconds": pa.float64(),
+    "train_seconds": pa.float64(),
+    "sync_seconds": pa.float64(),
+    "generated_tokens": pa.int64(),
+    "reprefilled_tokens": pa.int64(),
+    "replicas": pa.int64(),
+    "running": pa.int64(),
+    "waiting": pa.int64(),
+    "in_flight": pa.int64(),
+    "buffered": pa.int64(),
+    "dropped": pa.int64(),
+}
+"""Columns that every run has, also before its first step; what else a step recorded comes after them."""
+TABLES = {
+    "trajectories": "a row for each finished answer",
+    "groups": "a row for each group of answers to one prompt that was begun",
+    "metrics": "a row for each step",
+    "events": "spans (with seconds) and moments (without), in the order they were written",
+    "evaluations": "a row for each evaluation on held-out prompts",
+}
+SAFE: dict[str, str | bool | int | float | list[str]] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "python_enable_replacements": False,
+}
+REASONS = "CREATE TABLE raw_reasons AS SELECT unnest(?::VARCHAR[]) AS reason, unnest(range(?)) AS number"
+LINES = "CREATE TABLE raw_lines AS SELECT ? AS lines"
+VIEWS = """
+CREATE VIEW raw_events AS
+    SELECT unnest(json_transform(line, '{"time": "DOUBLE", "seconds": "DOUBLE", "kind": "VARCHAR", "step": "BIGINT",
+        "version": "BIGINT", "engine": "VARCHAR", "reason": "VARCHAR", "text": "VARCHAR", "fault": "VARCHAR"}')),
+        line::JSON AS fields
+    FROM (SELECT unnest(string_split(lines, chr(10))) AS line FROM raw_lines) WHERE json_valid(line);
+CREATE VIEW groups AS
+    SELECT group_id, size, version,
+        CASE WHEN dropped >= 0 THEN 'dropped' WHEN step < 0 THEN 'buffered' WHEN step <= committed THEN 'trained'
+            ELSE 'training' END AS fate,
+        nullif(step, -1) AS step, nullif(take, -1) AS take, reason AS drop_reason,
+        nullif(failed, -1)::INTEGER AS drop_sample
+    FROM raw_groups LEFT JOIN raw_reasons ON number = dropped;
+CREATE VIEW trajectories AS
+    SELECT t.sequence, group_id, t.sample, t.prompt, t.engine, t.precision, t.finish, t.reward,
+        try_cast(try_cast(nullif(t.parts, '') AS JSON) AS MAP(VARCHAR, DOUBLE)) AS parts, t.started, t.finished,
+        t.finished - t.started AS seconds,
+        len(list_filter(t.versions, lambda v: v < 0)) AS prompt_tokens,
+        len(t.versions) - len(list_filter(t.versions, lambda v: v < 0)) AS answer_tokens,
+        nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS oldest_version,
+        nullif(list_max(t.versions), -1) AS newest_version,
+        g.fate, g.step,
+        g.step - nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS staleness,
+        CASE WHEN g.drop_sample IS NULL OR g.drop_sample = t.sample THEN g.drop_reason ELSE 'group_incomplete' END
+            AS drop_reason,
+        t.tokens, t.logprobs, t.versions
+    FROM raw_trajectories t LEFT JOIN groups g USING (group_id);
+CREATE MACRO tokens(of_group, of_sample) AS TABLE
+    SELECT generate_subscripts(tokens, 1) - 1 AS position, unnest(tokens) AS token, unnest(versions) AS version,
+        unnest(logprobs) AS logprob
+    FROM trajectories WHERE group_id = of_group AND sample = of_sample;
+CREATE VIEW metrics AS FROM raw_metrics;
+CREATE VIEW events AS
+    SELECT time, seconds, kind, step, version, engine, coalesce(reason, text, fault) AS text, fields FROM raw_events;
+CREATE VIEW evaluations AS
+    SELECT step, time, seconds, (fields->>'$.scores.sampled')::DOUBLE AS sampled,
+        (fields->>'$.scores.greedy')::DOUBLE AS greedy, (fields->>'$.scores.reward')::DOUBLE AS reward,
+        (fields->>'$.scores.median_tokens')::DOUBLE AS median_tokens,
+        (fields->>'$.scores.p95_tokens')::DOUBLE AS p95_tokens, (fields->>'$.scores.max_tokens')::BIGINT AS max_tokens,
+        (fields->'$.scores.by_size')::MAP(VARCHAR, DOUBLE) AS by_size
+    FROM events WHERE kind = 'evaluation'
+    QUALIFY row_number() OVER (PARTITION BY step ORDER BY time DESC) = 1 ORDER BY step;
+"""
+
+
+def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
+    """The views `trajectories`, `groups`, `metrics`, `events`, `evaluations` and the macro `tokens(group_id, sample)`.
+
+    SQL on the connection reaches these and nothing else: no other file, no network, no extension.
+    """
+    run = RunDirectory.open(directory)
+    with ThreadPoolExecutor(1) as thread:
+        buffer = thread.submit(read_buffer, run.trajectories)
+        import duckdb  # beside it: this takes a tenth of a second
+
+        connection = duckdb.connect(":memory:", config=SAFE)
+        connection.register("raw_metrics", _metrics(run))
+        events = run.events.read_bytes() if run.events.exists() else b""
+        connection.execute(LINES, [events.decode(errors="replace")])
+        trajectories, fates = buffer.result()
+    connection.register("raw_trajectories", trajectories)
+    connection.register("raw_groups", _groups(fates))
+    connection.execute(REASONS, [fates.reasons, len(fates.reasons)])
+    connection.execute(VIEWS)
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def read_buffer(directory: Path) -> tuple[Any, Fates]:
+    """The answers are opened first, so that the journal, opened after them, has the group of each."""
+    answers = list(open_files(directory, payloads.STEM, payloads.SCHEMA_HASH))
+    decisions = list(open_files(directory, journal.STEM, journal.SCHEMA_HASH))
+    with ThreadPoolExecutor(THREADS) as threads:  # numpy and Arrow do not hold the interpreter up
+        fates = threads.submit(read_fates, decisions)
+        tables = list(threads.map(read_trajectories, answers))
+        return pa.Table.from_batches(
+            [batch for table in tables for batch in table.to_batches()], SCHEMA
+        ), fates.result()
+
+
+def _groups(fates: Fates) -> Any:
+    ids = np.arange(len(fates.versions))
+    columns = {
+        "group_id": ids,
+        "size": np.full(len(ids), fates.size),
+        "version": fates.versions,
+        "step": fates.steps,
+        "take": fates.takes,
+        "committed": np.full(len(ids), fates.committed),
+        "dropped": fates.drops,
+        "failed": fates.failed,
+    }
+    return pa.Table.from_arrays([as_array(values) for values in columns.values()], list(columns))
+
+
+def _metrics(run: RunDirectory) -> Any:
+    if not run.metrics.exists():
+        return pa.schema(METRICS).empty_table()
+    table = read_table(run.metrics)
+    for name, kind in METRICS.items():
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(len(table), kind))
+    return table.select([*METRICS, *(name for name in table.column_names if name not in METRICS)])

@@ -1,0 +1,220 @@
+"""The report's charts, described for the page: which figures, over what, with which words."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.drafting.gain import ranges
+from asyncrl.observe.report.recorded import Recorded, Row, differences
+from asyncrl.types import SpeculationArm
+
+POINTS = 1500
+"""Most points of a line; of more, means of neighbours."""
+BINS = 32
+GIB = 2.0**-30
+Chart = dict[str, Any]
+
+
+def learning(run: Recorded) -> list[Chart]:
+    if not run.rows:
+        return []
+    charts = [_lines(run, "Reward", {"reward": "reward"}, "mean reward", note="mean of the samples of each step")]
+    charts += _parts(run)
+    scores = run.connection.execute("SELECT step, sampled, greedy FROM evaluations ORDER BY step").fetchall()
+    if scores:
+        steps = [score[0] for score in scores]
+        series = [
+            {"name": name, "x": steps, "y": [score[place] for score in scores], "dots": True}
+            for place, name in ((1, "sampled"), (2, "greedy"))
+        ]
+        charts.append(
+            _chart("Held-out", "share answered right", series, note="prompts that are not trained on", percent=True)
+        )
+    charts.append(_lines(run, "Gradient norm", {"grad_norm": "gradient norm"}, "norm before clipping", from_zero=True))
+    charts.append(
+        _lines(run, "Answer length", {"length_mean": "mean", "length_max": "longest"}, "tokens", from_zero=True)
+    )
+    return charts
+
+
+def _parts(run: Recorded) -> list[Chart]:
+    """Nothing where rewards are plain numbers."""
+    told = [(row["step"], row.get("reward_parts") or {}) for row in run.rows]
+    names = dict.fromkeys(name for _, parts in told for name in parts)
+    if not names:
+        return []
+    series = [_line([{"step": step, "mean": parts.get(name)} for step, parts in told], "mean", name) for name in names]
+    note = "mean of each part over the samples that have it"
+    return [_chart("Reward parts", "mean", series, note=note)]
+
+
+def correction(run: Recorded) -> list[Chart]:
+    charts = [
+        _lines(run, "Effective sample size", WORTH, "ess", note="what a step's tokens are worth; 1 is on-policy"),
+        _lines(run, "Importance ratio", RATIOS, "pi / mu", note="trainer's probability over the engine's, by token"),
+        _lines(run, "Mismatch", MISMATCH, "nats per token", from_zero=True),
+        _lines(run, "Corrected tokens", CORRECTED, "share of tokens", percent=True, from_zero=True),
+        _lines(run, "Staleness", STALENESS, "versions", note="age of each sample's oldest token", from_zero=True),
+    ]
+    return [chart for chart in charts if chart["series"]]
+
+
+WORTH = {"ess": "of the ratios", "ess_used": "of the weights, as they are used"}
+RATIOS = {"rho_p1": "1st percentile", "rho_p50": "median", "rho_p99": "99th percentile"}
+MISMATCH = {"mismatch_abs": "mean |log pi - log mu|", "mismatch_k3": "k3"}
+CORRECTED = {"truncated_fraction": "truncated", "rejected_fraction": "rejected", "clip_fraction": "clipped by the loss"}
+STALENESS = {"staleness_mean": "mean", "staleness_max": "largest", "effective_staleness": "allowed"}
+HELD = {"in_flight": "in flight", "buffered": "in the buffer", "running": "running", "waiting": "queued in engines"}
+
+
+def memory(run: Recorded) -> list[Chart]:
+    if not run.rows:
+        return []
+    charts = [
+        _lines(run, "GPU memory", {"trainer_peak_memory_bytes": "trainer, peak"}, "GiB", scale=GIB, from_zero=True)
+    ]
+    resident = [{"step": row["step"], **(row.get("resident_bytes") or {})} for row in run.rows]
+    names = sorted({name for row in resident for name in row if name != "step"})
+    series = [_line(resident, name, name, GIB) for name in names]
+    charts.append(_chart("Host memory", "GiB", series, from_zero=True, note="resident, by process"))
+    charts.append(_lines(run, "Samples held", HELD, "samples", from_zero=True, note="at the end of each step"))
+    if len({row.get("replicas") for row in run.rows}) > 1:
+        charts.append(_lines(run, "Engines", {"replicas": "engines"}, "engines", from_zero=True))
+    return [chart for chart in charts if chart["series"]]
+
+
+def distributions(run: Recorded) -> list[Chart]:
+    answers = run.answers
+    if not len(answers["answer_tokens"]):
+        return []
+    lengths = answers["answer_tokens"].astype(np.int64)
+    limit = int(run.setting("rollout.max_tokens", 0))
+    middle, high = np.percentile(lengths, [50, 99])
+    charts = [
+        _bars(
+            "Answer lengths", "tokens", *_binned(lengths),
+            note=f"median {middle:.0f}, 99 % up to {high:.0f}, longest {lengths.max()}, limit {limit}",
+        )
+    ]  # fmt: skip
+    seconds = (answers["finished"] - answers["started"]).astype(np.float64)
+    middle, high = np.percentile(seconds, [50, 99])
+    charts.append(
+        _bars(
+            "Generation time", "seconds", *_binned(seconds),
+            note=f"median {middle:.3g} s, 99 % up to {high:.3g} s, longest {seconds.max():.3g} s",
+        )
+    )  # fmt: skip
+    ages = np.ma.compressed(np.ma.masked_invalid(np.ma.asarray(answers["staleness"], np.float64))).astype(np.int64)
+    if len(ages):
+        counts = np.bincount(np.maximum(ages, 0))
+        labels = [str(age) for age in range(len(counts))]
+        bound = run.setting("max_staleness", 0)
+        note = f"of trained samples, in versions; max_staleness={bound}"
+        charts.append(_bars("Staleness", "versions old", labels, labels, counts.tolist(), note=note))
+    rewards = answers["reward"].astype(np.float64)
+    charts.append(_bars("Rewards", "reward", *_binned(rewards), note=f"mean {rewards.mean():.3g}"))
+    return charts
+
+
+def drafting(run: Recorded) -> list[Chart]:
+    """Nothing for a run without a drafter."""
+    rows = [row for row in run.rows if row.get("drafts")]
+    if not rows:
+        return []
+    drafts, accepted = differences(rows, "drafts"), differences(rows, "accepted_tokens")
+    lengths = np.where(drafts > 0, 1 + accepted / np.maximum(drafts, 1), np.nan)
+    told = [{"step": row["step"], "length": length} for row, length in zip(rows, lengths.tolist(), strict=True)]
+    series = [_line(told, "length", "acceptance length")]
+    charts = [_chart("Acceptance length", "tokens per draft", series, note="1 is plain decoding")]
+    last = rows[-1]
+    if positions := last.get("accepted_by_position"):
+        shares = [count / last["drafts"] for count in positions]
+        labels = [str(place + 1) for place in range(len(shares))]
+        title, x_label = "Acceptance by position", "position in the draft"
+        charts.append(_bars(title, x_label, labels, labels, shares, percent=True, unit="accepted"))
+    return charts + _gains([SpeculationArm(**arm) for arm in last.get("speculation") or []])
+
+
+def _gains(arms: list[SpeculationArm]) -> list[Chart]:
+    """By batch size, where both drafting and plain decoding were measured."""
+    drafted = [(plain, [arm for arm in found if arm.depth]) for plain, found in ranges(arms)]
+    best = [(found[0].batch, max(arm.tokens_per_second for arm in found) / plain) for plain, found in drafted if found]
+    if not best:
+        return []
+    labels, gains = [f"{batch}+" for batch, _ in best], [gain for _, gain in best]
+    note = "best draft over plain decoding; 1 is no gain"
+    chart = _bars("Net gain by batch size", "running answers", labels, labels, gains, note=note, unit="x")
+    return [chart | {"line": 1, "marked": [place for place, gain in enumerate(gains) if gain < 1]}]
+
+
+def _lines(
+    run: Recorded, title: str, columns: dict[str, str], y_label: str, *, scale: float = 1.0, **how: Any
+) -> Chart:
+    """One line for each column that was recorded."""
+    known = [name for name in columns if any(row.get(name) is not None for row in run.rows)]
+    return _chart(title, y_label, [_line(run.rows, name, columns[name], scale) for name in known], **how)
+
+
+def _line(rows: Sequence[Row], name: str, label: str, scale: float = 1.0) -> dict[str, Any]:
+    """Over the number of steps done."""
+    points = [(row["step"] + 1, row.get(name)) for row in rows]
+    size = math.ceil(len(points) / POINTS) or 1
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    values = [_mean((value for _, value in part), scale) for part in parts]
+    return {"name": label, "x": [part[-1][0] for part in parts], "y": values}
+
+
+def _mean(values: Iterable[float | None], scale: float) -> float | None:
+    known = [scale * value for value in values if value is not None and math.isfinite(value)]
+    return float(f"{sum(known) / len(known):.6g}") if known else None
+
+
+def _chart(title: str, y_label: str, series: list[dict[str, Any]], *, note: str = "", **how: Any) -> Chart:
+    return {
+        "type": "lines",
+        "title": title,
+        "note": note,
+        "x_label": "step",
+        "y_label": y_label,
+        "series": series,
+        **how,
+    }
+
+
+def _binned(values: Any) -> tuple[list[str], list[str], list[int]]:
+    """Labels, ranges and counts; of whole numbers the bins are whole."""
+    low, high = float(values.min()), float(values.max())
+    whole = bool(np.all(np.mod(values[:10_000], 1) == 0)) and np.issubdtype(values.dtype, np.integer)
+    if whole:
+        width = max(1, math.ceil((high - low + 1) / BINS))
+        edges = np.arange(low, high + width + 1, width)
+    else:
+        edges = np.linspace(low, high if high > low else low + 1, BINS + 1)
+    counts, _ = np.histogram(values, edges)
+    labels = [f"{edge:.3g}" if not whole else f"{edge:.0f}" for edge in edges[:-1]]
+    ends = [edge - 1 for edge in edges[1:]] if whole else edges[1:].tolist()
+    ranges = [
+        start if whole and end <= float(start) else f"{start} to {end:.3g}"
+        for start, end in zip(labels, ends, strict=True)
+    ]
+    return labels, ranges, counts.tolist()
+
+
+def _bars(
+    title: str,
+    x_label: str,
+    labels: list[str],
+    ranges: list[str],
+    values: Sequence[float],
+    *,
+    note: str = "",
+    unit: str = "answers",
+    y_label: str = "",
+    percent: bool = False,
+) -> Chart:
+    return {
+        "type": "bars", "title": title, "note": note, "x_label": x_label, "y_label": y_label or unit, "labels": labels,
+        "ranges": ranges, "values": list(values), "unit": unit, "percent": percent,
+    }  # fmt: skip

@@ -1,0 +1,79 @@
+"""The waste ledger: what became of every sampled token."""
+
+from typing import Any
+
+from asyncrl.observe.report.figures import Found
+
+WORDS = {
+    "trained": "trained on",
+    "training": "in the step being taken",
+    "buffered": "wait in the buffer",
+    "stale": "dropped: too old",
+    "group_incomplete": "dropped: a sibling failed",
+    "timeout": "dropped: not finished in time",
+    "uninformative": "dropped: all rewards of the group equal",
+    "reward_error": "dropped: the reward function failed",
+    "reward_timeout": "dropped: the reward function took too long",
+    "reward_invalid": "dropped: the reward was no number",
+    "engine_error": "dropped: the engine failed",
+    "unverified": "dropped: sampled with weights that were refused",
+}
+ORDER = list(WORDS)
+AGAIN_BY_TURNS = """
+    SELECT sum(list_sum([place - 1 FOR place IN range(2, len(versions) + 1)
+                         IF versions[place] < 0 AND versions[place - 1] >= 0]))
+    FROM trajectories
+"""
+"""A turn ends where a sampled token is followed by a given one."""
+COLOURS = {"trained": "k-training", "training": "k-sync", "buffered": "k-held"}
+
+
+def waste(found: Found) -> dict[str, Any]:
+    fates = found.fates
+    total = sum(fate["tokens"] for fate in fates.values())
+    names = sorted(fates, key=lambda name: (ORDER.index(name) if name in WORDS else len(ORDER), name))
+    rows = [
+        {
+            "label": WORDS.get(name, f"dropped: {name.replace('_', ' ')}"),
+            "tokens": fates[name]["tokens"],
+            "share": fates[name]["tokens"] / total if total else 0.0,
+            "answers": fates[name]["answers"],
+            "colour": COLOURS.get(name, "k-dropped"),
+            "detail": "",
+        }
+        for name in names
+    ]
+    return {"rows": rows if total else [], "notes": _notes(found), "useful": useful(found)}
+
+
+def useful(found: Found) -> float | None:
+    """Of the tokens whose end is known, the share that was trained on."""
+    trained = found.fates.get("trained", {"tokens": 0})["tokens"]
+    dropped = sum(fate["tokens"] for fate in found.fates.values() if fate["dropped"])
+    return trained / (trained + dropped) if trained + dropped else None
+
+
+def _notes(found: Found) -> list[str]:
+    rows = found.run.rows
+    notes: list[str] = []
+    if (rate := useful(found)) is not None and found.seconds:
+        trained = found.fates.get("trained", {"tokens": 0})["tokens"]
+        notes.append(
+            f"{rate:.1%} of the tokens whose end is known were trained on: {trained / found.seconds:,.0f} useful "
+            "tokens a second."
+        )
+    again = sum(row.get("reprefilled_tokens") or 0 for row in rows)
+    mode = found.run.setting("rollout.on_update", "keep")
+    notes.append(f"{again:,} tokens were prefilled again after new weights (rollout.on_update={mode}).")
+    if found.run.setting("environment.function", ""):
+        (turns,) = found.run.connection.execute(AGAIN_BY_TURNS).fetchone() or (0,)
+        notes.append(
+            f"{turns or 0:,} tokens of conversations lay before a later turn, which began as a request of its own: an "
+            "engine without a prefix cache has computed them again."
+        )
+    if found.run.attempts > 1:
+        notes.append(
+            f"The actors were placed {found.run.attempts} times; answers that were under way go on from where they "
+            "were noted."
+        )
+    return notes

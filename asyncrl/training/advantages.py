@@ -1,0 +1,98 @@
+"""Advantages of single tokens: from a critic (PPO), or from a KL penalty inside the reward (REINFORCE++).
+
+rewards -> per token, less the penalty -> generalised advantage estimation -> normalised over the step
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms import registry
+from asyncrl.algorithms.advantages import Rewards, gae, overlong_penalty, standardized, whitened
+from asyncrl.config import Run
+from asyncrl.config.algorithm import Algorithm, CustomAlgorithm, Ppo
+from asyncrl.training.batches import Block, PackedBatch, block
+from asyncrl.training.critic import Critic
+from asyncrl.training.distributed.ranks import Ranks
+from asyncrl.training.forward import PolicyForward
+from asyncrl.types import Group
+
+# Groups with their rewards turned into advantages: what there is to learn from.
+
+
+def graded(run: Run, groups: Sequence[Group]) -> list[Block]:
+    """The blocks that matter."""
+    rewards = [_rewards(run, group) for group in groups]
+    advantages = registry.entry(run.algorithm).advantages(run.algorithm, rewards)
+    blocks = [block(group, found.tolist()) for group, found in zip(groups, advantages, strict=True)]
+    if _learns_from_everything(run):
+        return blocks
+    # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
+    return [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
+
+
+def _learns_from_everything(run: Run) -> bool:
+    """Whether a group can matter although its rewards are all equal."""
+    algorithm = run.algorithm
+    return isinstance(algorithm, Ppo | CustomAlgorithm) or bool(algorithm.kl.coefficient or algorithm.entropy)
+
+
+def _rewards(run: Run, group: Group) -> Rewards:
+    lengths = np.array([t.sampled_tokens for t in group.trajectories])
+    rewards = np.array([t.reward for t in group.trajectories], dtype=np.float64)
+    return rewards + overlong_penalty(run.algorithm.overlong, lengths, run.rollout.max_tokens)
+
+
+class Credit:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        policy: PolicyForward,
+        reference: PolicyForward | None,
+        critic: Critic | None,
+        ranks: Ranks,
+    ) -> None:
+        self._algorithm, self._ranks = algorithm, ranks
+        self._policy, self._reference, self._critic = policy, reference, critic
+
+    def assign(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The batches of a whole step with advantages per token; the critic learns its returns on the way."""
+        algorithm = self._algorithm
+        discount, trace = (algorithm.discount, algorithm.trace) if isinstance(algorithm, Ppo) else (1.0, 1.0)
+        advantages: list[Tensor] = []
+        for batch in batches:
+            value_L = self._values(batch)
+            advantages.append(gae(self._rewards(batch), value_L, batch.lengths, discount, trace))
+            if self._critic is not None:
+                self._critic.learn(batch, advantages[-1] + value_L)
+        if advantages and not (isinstance(algorithm, Ppo) and not algorithm.whiten):
+            advantages = self._whitened([found for b, found in zip(batches, advantages, strict=True) if not b.idle])
+            advantages += [batch.advantage_L for batch in batches if batch.idle]  # which come last
+        return [replace(batch, advantage_L=found) for batch, found in zip(batches, advantages, strict=True)]
+
+    def _whitened(self, advantages: Sequence[Tensor]) -> list[Tensor]:
+        """Over the shares of all ranks."""
+        if self._ranks.world == 1:
+            return whitened(advantages)
+        mine = b"".join(part.cpu().numpy().tobytes() for part in advantages)
+        parts = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in self._ranks.exchange(mine) if part]
+        everything = torch.cat(parts)
+        return [standardized(part, everything.to(part.device)) for part in advantages]
+
+    @torch.no_grad()
+    def _values(self, batch: PackedBatch) -> Tensor:
+        return torch.zeros_like(batch.advantage_L) if self._critic is None else self._critic(batch)
+
+    @torch.no_grad()
+    def _rewards(self, batch: PackedBatch) -> Tensor:
+        """The sample's reward at its last token; a KL penalty at each. `advantage_L` still holds plain rewards."""
+        last_S = torch.tensor(batch.lengths, device=batch.advantage_L.device).cumsum(0) - 1
+        reward_L = torch.zeros_like(batch.advantage_L)
+        reward_L[last_S] = batch.advantage_L[last_S]
+        if self._reference is None or self._algorithm.kl.placement == "loss":
+            return reward_L
+        gap_L = self._policy(batch).logp_L - self._reference(batch).logp_L
+        return reward_L - self._algorithm.kl.coefficient * gap_L

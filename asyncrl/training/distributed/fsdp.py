@@ -1,0 +1,88 @@
+"""Ranks that each hold a part of every weight (FSDP2), over gloo on CPUs and NCCL on GPUs.
+
+A layer's weights are whole only while it computes. Gradients come back as means over the ranks, each rank's own rows.
+Between the ranks go numbers and JSON, never pickles; every wait among them has the deadline of the process group.
+"""
+
+import os
+import sys
+from ipaddress import ip_address
+from math import ceil
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from asyncrl.models.config import ModelConfig, read_config
+from asyncrl.models.decoder import Decoder
+from asyncrl.training.distributed.ranks import Ranks, Seat
+from asyncrl.training.distributed.shards import fill
+
+
+class FsdpRanks(Ranks):
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        """Returns when every rank is here."""
+        self.rank, self.world, self._device = seat.rank, seat.world, device
+        if ip_address(seat.host).is_loopback:  # all on this machine: nothing listens beyond it
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+        distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=seat.store(),
+            rank=seat.rank,
+            world_size=seat.world,
+            timeout=seat.timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self._mesh = init_device_mesh(device.type, (seat.world,))
+
+    def load(self, path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, ModelConfig]:
+        """Memory that nothing is written to takes no room: `shard` reads the rows of this rank only."""
+        config = read_config(path)
+        return Decoder(config, torch.float32), config
+
+    def shard(self, module: nn.Module, decoder: Decoder, path: Path, dtype: torch.dtype) -> None:
+        policy = MixedPrecisionPolicy()
+        if dtype == torch.bfloat16:  # the residual stream between the layers stays in fp32
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in decoder.layers:
+            fully_shard(layer, mesh=self._mesh, mp_policy=policy)
+        # What is not in a layer stays whole from forward to backward: the output matrix is used between the two.
+        fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=False)
+        decoder.frequencies_D = decoder.frequencies_D.to(self._device)
+        fill(decoder, path, self)
+
+    def settle(self, module: nn.Module) -> None:
+        cast(FSDPModule, module).reshard()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        mine = torch.from_numpy(np.frombuffer(message + b"\0", np.uint8).copy()).to(self._device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world)]
+        distributed.all_gather(sizes, torch.tensor([len(mine)], device=self._device))
+        longest = max(int(size) for size in sizes)
+        found = [torch.empty(longest, dtype=torch.uint8, device=self._device) for _ in range(self.world)]
+        distributed.all_gather(found, functional.pad(mine, (0, longest - len(mine))))
+        return [part[: int(size) - 1].cpu().numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
+
+    def fence(self) -> None:
+        self.exchange(b"")
+
+    def rows(self, tensor: Tensor) -> range:
+        size = ceil(tensor.shape[0] / self.world)
+        return range(min(self.rank * size, tensor.shape[0]), min((self.rank + 1) * size, tensor.shape[0]))
+
+    def mine(self, tensor: Tensor) -> Tensor:
+        return cast(DTensor, tensor).to_local()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return cast(DTensor, tensor).full_tensor()
+
+    def leave(self) -> None:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()

@@ -1,0 +1,92 @@
+"""Where the ranks of a trainer find each other: a store in the process that starts them, at one address only."""
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor, distributed, nn
+
+from asyncrl.models.checkpoint import load_model
+from asyncrl.models.config import ModelConfig
+from asyncrl.models.decoder import Decoder
+
+# What one rank of a trainer knows of the others, and what they do together.
+#
+# Every rank is given the same groups and makes the same calls in the same order. Each finds by itself what the share of
+# every rank is and computes its own; nothing is handed out, and only gradients, sums and weights travel.
+# `Ranks` is a trainer that is alone; `asyncrl.training.distributed.fsdp` has the one with others.
+
+
+class Ranks:
+    """Everything is here, and there is nobody to wait for."""
+
+    rank = 0
+    world = 1
+
+    def load(self, path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, ModelConfig]:
+        """A model, perhaps still without its weights: `shard` comes next."""
+        model, config = load_model(path, dtype=dtype)
+        return model.to(device), config
+
+    def shard(self, module: nn.Module, decoder: Decoder, path: Path, dtype: torch.dtype) -> None:
+        """Keep only this rank's part of a module, to compute in `dtype`; `decoder`, in it, gets its weights."""
+
+    def settle(self, module: nn.Module) -> None:
+        """Before its weights are read or written: a forward without a backward has left some of them whole."""
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Everybody's, by rank."""
+        return [message]
+
+    def fence(self) -> None:
+        """Returns when every rank has come here."""
+
+    def rows(self, tensor: Tensor) -> range:
+        """Those of a weight that are here."""
+        return range(tensor.shape[0])
+
+    def mine(self, tensor: Tensor) -> Tensor:
+        """These rows; writing into them writes the weight."""
+        return tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All rows, on every rank."""
+        return tensor
+
+    def leave(self) -> None:
+        """The end, for this process."""
+
+
+TCPStore: Any = cast(Any, distributed).TCPStore  # documented, and not marked as exported
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's place among the others."""
+
+    rank: int
+    world: int
+    host: str
+    port: int
+    timeout_s: float
+    """Longest wait for the others."""
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    def store(self) -> Any:
+        return TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
+
+
+class Meeting:
+    """Open as long as it lives; ranks need it to the end."""
+
+    def __init__(self, host: str, world: int, timeout_s: float) -> None:
+        with socket.create_server((host, 0)) as listening:  # TCPStore's own would listen at every address
+            port = listening.getsockname()[1]
+            descriptor = listening.detach()
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+        self.seats = [Seat(rank=rank, world=world, host=host, port=port, timeout_s=timeout_s) for rank in range(world)]

@@ -1,0 +1,91 @@
+"""What the trainer finds after the fixed prompts that every new version is probed with."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from asyncrl.config import Trainer
+from asyncrl.models import lora
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.head import bf16_logits
+from asyncrl.models.names import Part, cut, hf_parts, hf_tensors
+from asyncrl.training.batches import NEXT, Block, pack
+from asyncrl.training.distributed.ranks import Ranks
+from asyncrl.training.distributed.shards import ShardSource
+from asyncrl.training.forward import predicting_states
+
+# Bf16 working copies of fp32 master weights: what forward and backward read, and what engines are given.
+#
+# Autocast alone would cast every weight at every use, and keep the result until the backward. Gradients of the copies
+# are bf16 as autocast's would be; each is added to its master's in fp32 as soon as it is there, and dropped.
+
+
+class WorkingCopy:
+    """`refresh` after every change of the masters."""
+
+    def __init__(self, master: Decoder) -> None:
+        self.model = Decoder(master.config, torch.bfloat16).to(master.norm.device)
+        self._pairs = list(zip(self.model.parameters(), master.parameters(), strict=True))
+        for copy, owner in self._pairs:
+            copy.register_post_accumulate_grad_hook(partial(_hand_over, owner))
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for copy, owner in self._pairs:
+            copy.copy_(owner)
+
+
+def _hand_over(owner: nn.Parameter, copy: Tensor) -> None:
+    grad = copy.grad
+    assert grad is not None
+    if owner.grad is None:
+        owner.grad = grad.float()
+    else:
+        owner.grad.add_(grad)
+    copy.grad = None
+
+
+# Weights on their way out of a learner: whole, whatever part is here, and with adapters merged into them.
+
+
+class Outgoing:
+    """Every rank makes the same calls."""
+
+    def __init__(self, model: Decoder, ranks: Ranks, *, adapted: bool) -> None:
+        self._model, self._ranks, self._adapted = model, ranks, adapted
+
+    def weight(self, own: str, parts: tuple[Part, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        if self._adapted:
+            return lora.merged(self._model, own, parts, self._ranks.whole).to(dtype)
+        return self._ranks.whole(self._model.get_parameter(own).detach().to(dtype))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """In fp32, by Hugging Face name."""
+        if self._ranks.world == 1 and not self._adapted:
+            return hf_tensors(self._model)
+        return (pair for own, parts in hf_parts(self._model) for pair in cut(self.weight(own, parts), parts))
+
+    def source(self, dtype: torch.dtype) -> ShardSource:
+        return ShardSource(self._model, hf_parts(self._model), self.weight, dtype, self._ranks)
+
+    def adapters(self) -> ShardSource:
+        """They alone, in fp32: for engines that have the rest."""
+        return ShardSource(self._model, lora.adapter_parts(self._model), self._adapter, torch.float32, self._ranks)
+
+    def _adapter(self, own: str, parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
+        return self._ranks.whole(lora.parameter(self._model, own))
+
+
+@torch.no_grad()
+def likeliest(model: Decoder, settings: Trainer, prompts: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
+    """Log-probability of the likeliest token after each prompt, at temperature 1; all prompts are equally long."""
+    blocks = [Block(np.array(prompt, np.int32), [NEXT]) for prompt in prompts]
+    (batch,) = pack(blocks, sum(map(len, prompts)))
+    hidden_L_E = predicting_states(model, batch.to(model.norm.device), settings)
+    narrow = settings.dtype == "bf16"
+    logits_L_V = bf16_logits(hidden_L_E, model.output_matrix) if narrow else model.logits(hidden_L_E)
+    return tuple(logits_L_V.float().log_softmax(-1).amax(-1).tolist())

@@ -1,0 +1,71 @@
+"""Functions that only this process has, in threads: for notebooks. A thread has a deadline, but cannot be killed."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from threading import Thread
+from typing import Any, Generic, TypeVar
+
+from asyncrl.config.user_code import Called
+from asyncrl.observe.diagnosis.snapshot import Judging
+from asyncrl.system.user_functions import find_function, is_here
+from asyncrl.user_code.pool import Pool
+from asyncrl.user_code.protocol import RewardFailure, RewardStats
+from asyncrl.user_code.worker import kind_of
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+def make_pool(settings: Called) -> "Pool[Any, Any] | HerePool[Any, Any]":
+    return HerePool(settings) if is_here(settings.function) else Pool(settings)
+
+
+class HerePool(Generic[In, Out]):
+    """As `Pool`, but one call at a time, here."""
+
+    def __init__(self, settings: Called) -> None:
+        self._settings = settings
+        self._one = asyncio.Lock()
+        self.queued = 0
+        self.stats = RewardStats()
+        self.judging: tuple[Judging, ...] = ()
+        self.failing: dict[str, int] = {}
+
+    async def score(self, inputs: Sequence[In]) -> list[Out | RewardFailure]:
+        self.queued += 1
+        came = time.monotonic()
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._one)
+            finally:
+                self.queued -= 1
+            begun = time.monotonic()
+            results = [await self._call(each) for each in inputs]
+            self.stats.add(len(inputs), came, begun, time.monotonic())
+            return results
+
+    async def _call(self, given: In) -> Any:
+        limit_s, kind = self._settings.timeout_s, self._settings.KIND
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = loop.create_future()
+
+        def settle(value: Any) -> None:
+            if not result.done():  # nobody waits any longer
+                result.set_result(value)
+
+        def work() -> None:
+            value = kind_of(kind).call(find_function(self._settings.function), given)
+            with suppress(RuntimeError):  # the run is over
+                loop.call_soon_threadsafe(settle, value)
+
+        Thread(target=work, name=self._settings.function, daemon=True).start()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await result
+        except TimeoutError:
+            message = f"no answer within {limit_s:g} s; it goes on in a thread: a function in a file can be killed"
+            return RewardFailure(f"{kind}_timeout", message)
+
+    async def close(self) -> None: ...

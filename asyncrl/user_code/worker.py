@@ -1,0 +1,110 @@
+"""The child that calls a function of the user's: `python -m asyncrl.user_code.worker reward module:function`.
+
+Requests come in on stdin and answers go out on stdout, one frame each: four bytes of length, then msgpack. The first
+answer says whether the function could be imported. The user's code gets neither pipe: its prints go to stderr and its
+stdin is empty. When the parent goes away, in whatever manner, the worker ends itself and the group that it leads.
+"""
+
+import inspect
+import os
+import select
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from asyncrl.system.user_functions import find_function
+from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult, attempt
+from asyncrl.user_code.score import RULE, Score, read_score
+
+HEADER = struct.Struct("<I")
+
+Function = Callable[..., object]
+
+
+class Kind(NamedTuple):
+    """What travels to a function and back."""
+
+    input: Any
+    output: Any
+    call: Callable[[Function, Any], Any]
+
+
+def kind_of(name: str) -> Kind:
+    """Imports only what this kind needs: a worker is started for each function."""
+    match name:
+        case "environment":
+            from asyncrl.user_code.environments import Conversation, respond
+
+            return Kind(Conversation, str, respond)
+        case "stage":
+            from asyncrl.user_code.stages import Sample, Verdict, pass_through
+
+            return Kind(list[Sample], list[Verdict], pass_through)
+        case _:
+            return Kind(RewardInput, float | Score, judge)
+
+
+def main(name: str, location: str) -> None:
+    requests, answers = _private_pipes()
+    threading.Thread(target=_die_with_parent, args=(requests.fileno(),), daemon=True).start()
+    kind = kind_of(name)
+    function = attempt(name, find_function, location)  # importing runs the user's code
+    _answer(answers, function if isinstance(function, RewardFailure) else None)
+    if isinstance(function, RewardFailure):
+        return
+    decoder = msgspec.msgpack.Decoder(kind.input)
+    while header := requests.read(HEADER.size):
+        (length,) = HEADER.unpack(header)
+        _answer(answers, kind.call(function, decoder.decode(requests.read(length))))
+
+
+def judge(function: Function, sample: RewardInput) -> RewardResult:
+    value = attempt("reward", _judge, function, sample)
+    if isinstance(value, RewardFailure):
+        return value
+    if (score := read_score(value)) is None:
+        return RewardFailure("reward_invalid", f"returned {value!r:.200}; {RULE}")
+    return score if score.parts else score.total
+
+
+def _judge(function: Function, sample: RewardInput) -> object:
+    """A function with a parameter `turns` is shown the whole conversation."""
+    if sample.turns and "turns" in inspect.signature(function).parameters:
+        return function(sample.prompt, sample.completion, sample.answer, turns=list(sample.turns))
+    return function(sample.prompt, sample.completion, sample.answer)
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    # Requests stay open to the end: if the watcher first looks when `main` is done, closed ones would be a hang-up.
+    requests = os.fdopen(os.dup(0), "rb", closefd=False)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _answer(answers: BinaryIO, result: object) -> None:
+    payload = msgspec.msgpack.encode(result)
+    answers.write(HEADER.pack(len(payload)) + payload)
+
+
+def _die_with_parent(requests: int) -> None:
+    """Wait until the other end of stdin is closed, also while the function runs or hangs."""
+    poll = select.poll()
+    poll.register(requests, 0)  # no event but the hang-up
+    poll.poll()
+    with suppress(ProcessLookupError):  # it leads no group: the one that it is in is somebody else's
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

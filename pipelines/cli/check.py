@@ -1,0 +1,73 @@
+"""`asyncrl check RUN`: does the directory of a run keep what the run promised?"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.observe.audit.audit import Audit, audit
+from asyncrl.system.run_directory import RunDirectory, read_events
+from asyncrl.training.checkpoint import TrainingManifest, numbered, read_manifest
+from asyncrl.types import Ledger
+from pipelines.compose import from_yaml
+
+
+def check(path: Path) -> Audit:
+    """Read all of a run's directory; `sound` is the verdict."""
+    directory = RunDirectory.open(path)
+    run = from_yaml(directory.config)
+    if run.buffer.durability == "memory":
+        raise ConfigError(f"{path} was run with buffer.durability=memory, which leaves nothing to check")
+    manifests: dict[str, TrainingManifest] = {}
+    unreadable = ""
+    for step, checkpoint in numbered(directory.checkpoints):
+        try:
+            manifests[checkpoint.name] = read_manifest(checkpoint)
+        except CheckpointError as error:
+            unreadable = str(error)
+            continue
+        if manifests[checkpoint.name].step != step:
+            unreadable = f"{checkpoint.name} holds the manifest of step {manifests[checkpoint.name].step}"
+    found = audit(directory.trajectories, run.name, manifests, _summary(directory))
+    if unreadable:
+        found.violations.append(unreadable)
+    return found
+
+
+def show(path: Path, found: Audit, console: Console) -> None:
+    for name, text in _table(RunDirectory(path), found):
+        console.print(f"{name:<12}{text}")
+
+
+def conservation(ledger: Ledger) -> str:
+    """The sum by where the slots are."""
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.dropped.items()))
+    return (
+        f"{ledger.leased} = {ledger.in_flight} in flight + {ledger.buffered} buffered + {ledger.consumed} consumed "
+        f"+ {sum(ledger.dropped.values())} dropped" + (f" ({dropped})" if dropped else "")
+    )
+
+
+def _table(directory: RunDirectory, found: Audit) -> Iterator[tuple[str, str]]:
+    attempts = sum(event["kind"] == "fleet_started" for event in read_events(directory.events))
+    saved = [path.name for _, path in numbered(directory.checkpoints)]
+    yield "run", f"{directory.path}: {found.steps} steps, actors placed {attempts} times"
+    yield "journal", f"{found.journal.frames} records in {found.journal.files} files, {_torn(found.journal.torn_bytes)}"
+    yield "log", f"{found.log.frames} trajectories in {found.log.files} files, {_torn(found.log.torn_bytes)}"
+    yield "slots", conservation(found.ledger)
+    yield "checkpoints", f"{len(saved)}, the newest is {saved[-1]}" if saved else "none"
+    if found.sound:
+        yield "verdict", f"sound: the sums hold after each of {found.journal.frames} records"
+    for text in found.violations:
+        yield "VIOLATION", text
+
+
+def _torn(count: int) -> str:
+    return f"{count} bytes of an unfinished write" if count else "every byte checksummed"
+
+
+def _summary(directory: RunDirectory) -> dict[str, Any] | None:
+    return msgspec.json.decode(directory.summary.read_bytes()) if directory.summary.exists() else None

@@ -1,0 +1,33 @@
+"""`asyncrl doctor`: one line for each thing that was looked at, with the command that mends it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.observe.doctor.checks import Verdict, judge
+from asyncrl.observe.doctor.gather import gather
+
+COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def doctor(*, as_json: bool = False, root: Path = Path("runs")) -> int:
+    """0 if nothing keeps runs from working here, else 1."""
+    verdicts = judge(gather(root))
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(verdicts), indent=1).decode())
+    else:
+        show(verdicts, Console(highlight=False, markup=False, soft_wrap=True))
+    return int(any(verdict.level == "problem" for verdict in verdicts))
+
+
+def show(verdicts: Sequence[Verdict], console: Console) -> None:
+    width = max(len(verdict.check) for verdict in verdicts)
+    for verdict in verdicts:
+        mend = f" -> {verdict.mend}" if verdict.mend else ""
+        line = f" {verdict.check:{width}}  {verdict.found}{mend}"
+        console.print(Text.assemble((f"{verdict.level:7}", COLOURS[verdict.level]), line))
+    counts = {level: sum(verdict.level == level for verdict in verdicts) for level in ("problem", "warning")}
+    console.print(", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items()))

@@ -1,0 +1,233 @@
+"""The elastic rollout pool: engines come and go while training goes on.
+
+    who waits for whom (asyncrl.fleet.elastic decides)
+        |
+        +-- grow:   hire -> start -> fetch the current version -> serve           nobody else stops
+        +-- shrink: give it nothing more -> hand answers over -> leave -> end     they go on elsewhere from there
+
+A new engine reads the version that counts from where the trainer has put it: the shared memory of this machine, or the
+file. Where it cannot, a peer writes it a file, beside its own work. Only if that fails too, everybody gets the version
+once more. It serves after the same digest and probe as any publication.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from actors.fleet import CLOSE_SECONDS, Fleet
+from actors.publisher import disagreement
+from actors.rollout.actor import RolloutActor
+from asyncrl.config import Run
+from asyncrl.errors import ActorError, EngineError, WeightSyncError
+from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
+from asyncrl.types import EngineStats, WeightManifest
+from asyncrl.weights.transports.nccl import SCHEME as NCCL
+from pipelines.fleet.engine_pool import Replicas
+from pipelines.recording.recorder import Recorder
+
+LOOKS = 20
+"""Times per interval that the engines' load is looked at."""
+
+
+class Waits:
+    """Told by the loop who waits for whom."""
+
+    def __init__(self) -> None:
+        self.meter = WaitMeter(time.monotonic())
+        self.for_places = False
+        """Generation waits until a group may be admitted."""
+
+    @contextmanager
+    def trainer(self) -> Generator[None, None, None]:
+        self.meter.trainer(time.monotonic(), waits=True)
+        try:
+            yield
+        finally:
+            self.meter.trainer(time.monotonic(), waits=False)
+
+    @contextmanager
+    def rollout(self) -> Generator[None, None, None]:
+        self.for_places = True
+        try:
+            yield
+        finally:
+            self.for_places = False
+
+
+async def engine_stats(fleet: Fleet, names: tuple[str, ...]) -> dict[str, EngineStats]:
+    """Of those that answer."""
+    found = await asyncio.gather(*(fleet.engines[name].stats() for name in names), return_exceptions=True)
+    return {name: stats for name, stats in zip(names, found, strict=True) if isinstance(stats, EngineStats)}
+
+
+async def tune(run: Run, fleet: Fleet, replicas: Replicas) -> None:
+    """Adapt how much each engine is given to what it says of itself; ends by being cancelled."""
+    while True:
+        await asyncio.sleep(run.concurrency.interval_s)
+        replicas.load.observe(time.monotonic(), await engine_stats(fleet, replicas.health.serving))
+        await replicas.notify()
+
+
+class Pool:
+    def __init__(
+        self,
+        run: Run,
+        fleet: Fleet,
+        replicas: Replicas,
+        recorder: Recorder,
+        waits: Waits,
+        *,
+        one_version: asyncio.Lock,
+        refit: Callable[[], Awaitable[object]],
+        places: Callable[[], int],
+    ) -> None:
+        """No version is published while `one_version` is held; `refit` publishes to everybody; `places` is how many
+        samples may be admitted and not trained on."""
+        self._settings = run.elastic
+        self._folder = Path(run.root).resolve() / run.name / "weights" / "joining"
+        self._deadline_s = run.weights.deadline_s
+        self._fleet, self._replicas, self._recorder, self._waits = fleet, replicas, recorder, waits
+        self._one_version, self._refit, self._places = one_version, refit, places
+        self._policy = ElasticPolicy(run.elastic, run.rollout.replicas)
+        self._names = (f"rollout-{number}" for number in count(run.rollout.replicas))
+
+    async def run(self) -> None:
+        """Ends by being cancelled."""
+        self._waits.meter.read(time.monotonic())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    self._fleet.hiring.expect(self._policy.wanted)
+                    self._follow(tasks)
+                    await self._look()
+        finally:
+            self._fleet.hiring.expect(0)
+
+    async def _look(self) -> None:
+        """Measure one interval, and decide."""
+        serving = self._replicas.health.serving
+        for _ in range(LOOKS):
+            empty = self._replicas.load.empty(serving, self._places()) if self._waits.for_places else 0.0
+            self._waits.meter.rollout(time.monotonic(), empty)
+            await asyncio.sleep(self._settings.interval_s / LOOKS)
+        stats = (await engine_stats(self._fleet, self._replicas.health.serving)).values()
+        queued = sum(said.waiting for said in stats) / max(1, sum(said.running for said in stats))
+        measured = self._waits.meter.read(time.monotonic(), queued)
+        size = len(self._replicas.health.serving)
+        self._recorder.event("pool", size=size, wanted=self._policy.wanted, **measured._asdict())
+        resize = self._policy.observe(time.monotonic(), size, measured)
+        if resize is not None:
+            self._recorder.resized(size, resize.wanted, resize.reason)
+
+    def _follow(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin what leads to the size that is wanted."""
+        health = self._replicas.health
+        for name in health.those("gone"):
+            self._forget(name, self._fleet.engines.pop(name))
+        more = self._policy.wanted - len(health.those("healthy", "stale", "restarting", "joining"))
+        for _ in range(more):
+            name = next(self._names)
+            current = self._fleet.publisher.current
+            health.join(name, current.version if current is not None else 0)
+            tasks.create_task(self._join(name))
+        for name in health.serving[max(1, len(health.serving) + more) :] if more < 0 else ():
+            tasks.create_task(self._drain(name))
+
+    # -- an engine comes -----------------------------------------------------------------------------------------
+
+    async def _join(self, name: str) -> None:
+        begun = time.time()
+        self._recorder.event("engine_joining", engine=name)
+        try:
+            async with asyncio.timeout(self._settings.join_timeout_s):
+                version = await self._enter(name)
+        except (TimeoutError, ActorError, EngineError) as error:
+            self._policy.refused(time.monotonic(), len(self._replicas.health.serving))
+            self._recorder.event(
+                "engine_not_joined", engine=name, reason=str(error) or "no place, or no weights, in time"
+            )
+            return
+        if version is None:
+            await self._refit()
+        self._recorder.span("engine_joined", begun, engine=name, version=version)
+        await self._replicas.notify()
+
+    async def _enter(self, name: str) -> int | None:
+        """Place and start it; the version that it serves, or None if everybody has to be given one for it."""
+        actor: RolloutActor | None = None
+        try:
+            actor = await self._fleet.hiring.hire(name)
+            await actor.start()
+            async with self._one_version, asyncio.timeout(self._deadline_s):
+                version = await self._catch_up(name, actor)
+                self._replicas.health.started(name)
+                self._fleet.engines[name] = actor
+                if version is not None:
+                    self._fleet.publisher.join(name)
+                    self._replicas.health.acknowledged(name, version)
+                return version
+        finally:
+            if name not in self._fleet.engines:
+                self._forget(name, actor)
+
+    async def _catch_up(self, name: str, actor: RolloutActor) -> int | None:
+        """Load the version that counts, with nobody else stopping; None if there is no way to it."""
+        current = self._fleet.publisher.current
+        if current is None:
+            return 0  # every engine begins with the weights of the run's model
+        ways: list[Callable[[], Awaitable[WeightManifest]]] = [self._from_peer]
+        if current.delta is None and not current.location.startswith(NCCL):
+            ways.insert(0, lambda: _same(current))
+        for way in ways:
+            try:
+                manifest = await way()
+                wrong = disagreement(await actor.load_weights(manifest), manifest)
+            except WeightSyncError as error:
+                wrong = str(error)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            if not wrong:
+                return current.version
+            self._recorder.event("engine_way", engine=name, reason=wrong)
+        return None
+
+    async def _from_peer(self) -> WeightManifest:
+        peer = min(self._replicas.health.serving, key=self._replicas.load.of)
+        return await self._fleet.engines[peer].hand_on(self._folder)
+
+    # -- an engine goes ------------------------------------------------------------------------------------------
+
+    async def _drain(self, name: str) -> None:
+        begun = time.time()
+        self._replicas.health.drain(name)
+        actor, samples = self._fleet.engines[name], self._replicas.load.of(name)
+        self._recorder.event("engine_draining", engine=name, samples=samples)
+        # Between two publications every engine has the same version: no answer goes on under an older one.
+        async with self._one_version:
+            with suppress(ActorError, TimeoutError):
+                async with asyncio.timeout(self._deadline_s):
+                    await actor.hand_over()
+        await self._replicas.idle(name)
+        async with self._one_version:
+            self._fleet.publisher.leave(name)
+            self._recorder.left(name, (await engine_stats(self._fleet, (name,))).get(name))
+            del self._fleet.engines[name]
+        with suppress(ActorError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await actor.close()
+        self._forget(name, actor)
+        self._recorder.span("engine_left", begun, engine=name, samples=samples)
+
+    def _forget(self, name: str, actor: RolloutActor | None) -> None:
+        if actor is not None:
+            self._fleet.hiring.dismiss(actor)
+        self._replicas.health.left(name)
+        self._replicas.load.forget(name)
+
+
+async def _same(manifest: WeightManifest) -> WeightManifest:
+    return manifest

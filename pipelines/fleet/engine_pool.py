@@ -1,0 +1,267 @@
+"""The engines of a run: who gets which groups, and what happens when one dies.
+
+    share -> generate on the engine with the least to do
+                 | its process dies
+                 v
+             what it had not finished goes to the others, each answer from where it was at the last weight update;
+             the process is made anew, started, given the current weights, and takes part again
+
+An engine that is told to leave (pipelines/fleet/elastic.py) hands its answers over in the same way.
+Only a dead process is replaced. One that hangs is the watchdog's business.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from actors.fleet import Fleet
+from actors.publisher import Published
+from actors.rollout.actor import RolloutActor
+from actors.runtime import spawn
+from asyncrl.config import Run
+from asyncrl.errors import ActorError, EngineError, WeightSyncError
+from asyncrl.fleet.concurrency import InFlightLimit, Pressure
+from asyncrl.fleet.state import FleetHealth
+from asyncrl.tasks.base import Task
+from asyncrl.types import EngineStats, Segment, Slot, Ticket
+from pipelines.recording.recorder import Recorder
+
+# How much each engine has to do, as the driver counts it: samples that were given to it and are not finished.
+
+WELL_USED = 0.5
+"""Of its share of all places: from there on an engine counts as used. Places come back a step at a time, so that
+engines which are the bottleneck are between this and full."""
+
+
+class Load:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._held = Counter[str]()
+        self._besides = Counter[str]()
+        """Calls that are no training work."""
+        self._limits: dict[str, InFlightLimit] = {}
+
+    def with_room(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those that may be given more."""
+        return tuple(name for name in names if name not in self._limits or self._held[name] < self._limits[name].limit)
+
+    def give(self, names: Sequence[str], samples: int) -> str:
+        """To the one that has the least to do."""
+        name = min(names, key=lambda each: self._held[each])
+        self._held[name] += samples
+        return name
+
+    def take_back(self, name: str, samples: int) -> None:
+        self._held[name] -= samples
+
+    @contextmanager
+    def also_busy(self, names: Sequence[str]) -> Generator[None, None, None]:
+        self._besides.update(names)
+        try:
+            yield
+        finally:
+            self._besides.subtract(names)
+
+    def idle(self, name: str) -> bool:
+        return not self._held[name] and not self._besides[name]
+
+    def of(self, name: str) -> int:
+        return self._held[name]
+
+    def empty(self, names: Sequence[str], places: int) -> float:
+        """The share of the engines' room that is not used, 0 to 1, with `places` for samples in all."""
+        if not names:
+            return 0.0
+        full = WELL_USED * min(self._run.engine.max_batch, max(1, places / len(names)))
+        return sum(max(0.0, 1 - self._held[name] / full) for name in names) / len(names)
+
+    def observe(self, now: float, stats: Mapping[str, EngineStats]) -> None:
+        """Set each engine's limit by what it says of itself."""
+        for name, said in stats.items():
+            limit = self._limits.setdefault(name, InFlightLimit(self._run.concurrency))
+            pressure = Pressure(
+                said.running, said.waiting, said.generated_tokens, said.preempted, said.reprefilled_tokens
+            )
+            limit.observe(now, self._held[name], pressure)
+
+    def forget(self, name: str) -> None:
+        self._limits.pop(name, None)
+
+
+RESUME = "`asyncrl resume` continues from the last checkpoint"
+RETRY_SECONDS = 0.5
+"""Between two looks whether a process is back."""
+T = TypeVar("T")
+Begun = Mapping[Slot, tuple[Segment, ...]]
+
+
+class Replicas:
+    def __init__(
+        self, run: Run, fleet: Fleet, task: Task, recorder: Recorder, refit: Callable[[], Awaitable[object]]
+    ) -> None:
+        """`refit` calls `publish`, and tells everybody who has to know."""
+        self._run, self._fleet, self._task, self._recorder, self._refit = run, fleet, task, recorder, refit
+        self._actors = fleet.engines
+        self.health = FleetHealth(tuple(self._actors), run.recovery.max_restarts)
+        self.load = Load(run)
+        self._one_by_one = run.elastic.on or run.concurrency.adaptive
+        """Each group is a call of its own, so that what an engine holds is known to the group."""
+        self._changed = asyncio.Condition()
+        self._recovering: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def share(self, tickets: Sequence[Ticket], work: asyncio.TaskGroup, begun: Begun | None = None) -> None:
+        """Begin to generate; waits only while no engine serves, or none may be given more."""
+        waiting = deque(tickets)
+        while waiting:
+            await self._some(self._with_room)
+            shares: dict[str, list[Ticket]] = {}
+            while waiting and (free := self._with_room()):
+                name = self.load.give(free, len(waiting[0].samples))
+                shares.setdefault(name, []).append(waiting.popleft())
+            for name, share in shares.items():
+                for part in [[ticket] for ticket in share] if self._one_by_one else [share]:
+                    work.create_task(self._generate(name, part, begun or {}, work))
+
+    def _with_room(self) -> tuple[str, ...]:
+        return self.load.with_room(self.health.serving)
+
+    async def _generate(self, name: str, tickets: list[Ticket], begun: Begun, work: asyncio.TaskGroup) -> None:
+        prompts = [(ticket, self._task.prompt("train", ticket.group)) for ticket in tickets]
+        groups = {ticket.group for ticket in tickets}
+        try:
+            await self._actors[name].generate(prompts, {s: parts for s, parts in begun.items() if s.group in groups})
+            handed_over = name in self.health.those("draining")
+        except (ActorError, EngineError) as error:
+            self.lost(name, error)
+            handed_over = True
+        finally:
+            self.load.take_back(name, sum(len(ticket.samples) for ticket in tickets))
+            await self.notify()
+        if handed_over:
+            missing, begun = await self._fleet.buffer.reassign(groups)
+            await self.share(missing, work, begun)
+
+    async def _some(self, names: Callable[[], Sequence[str]]) -> tuple[str, ...]:
+        """Wait until there are any."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: names() or not self.health.hopeful)
+        if not names():
+            died = ", ".join(f"{name} {each.restarts} times" for name, each in self.health.replicas.items())
+            raise EngineError(f"no engine is left, they died: {died} (recovery.max_restarts is the limit); {RESUME}")
+        return tuple(names())
+
+    async def publish(self) -> Published:
+        """Bring the trainer's version to every engine that can be reached, which is how one that came back catches up.
+
+        Waits while none can be. An engine that hangs ends the run; one that dies does not.
+        """
+        publisher = self._fleet.publisher
+        while True:
+            for name in await self._some(lambda: self.health.reachable):
+                if name not in publisher.living:
+                    publisher.join(name)
+            try:
+                published = await publisher.publish()
+            except WeightSyncError:
+                if not self._note_deaths():
+                    raise
+                continue
+            self._note_deaths()
+            await self._acknowledged(tuple(publisher.living), published.version)
+            return published
+
+    def _note_deaths(self) -> bool:
+        """Whether any engine died during a publication."""
+        died, self._fleet.publisher.died = self._fleet.publisher.died, {}
+        for name, error in died.items():
+            self.lost(name, error)
+        return bool(died)
+
+    async def _acknowledged(self, names: Sequence[str], version: int) -> None:
+        if hung := set(self.health.reachable).difference(names):
+            raise WeightSyncError(f"{', '.join(sorted(hung))} did not answer to version {version}; {RESUME}")
+        for name in names:
+            self.health.acknowledged(name, version)
+        await self.notify()
+
+    def lost(self, name: str, error: ActorError | EngineError) -> None:
+        """An engine died; raises what it died of unless its process can be made anew."""
+        if isinstance(error, ActorError) and error.actor != name:
+            raise error  # somebody that it needed
+        if not self._run.recovery.max_restarts or (isinstance(error, EngineError) and not self._end(name)):
+            raise error
+        if self.health.died(name):
+            self._recorder.lost(name, str(error))
+            task = asyncio.create_task(self._bring_back(name))
+            self._recovering.add(task)
+            task.add_done_callback(self._recovered)
+
+    def _recovered(self, task: asyncio.Task[None]) -> None:
+        self._recovering.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def watch(self) -> None:
+        """Raises if engines cannot be brought back; ends by being cancelled."""
+        await self._failure
+
+    async def repeat(self, call: Callable[[list[RolloutActor]], Awaitable[T]]) -> T:
+        """Something that changes nothing, with all engines that serve; once more if one of them dies."""
+        while True:
+            names = await self._some(lambda: self.health.serving)
+            try:
+                with self.load.also_busy(names):
+                    return await call([self._actors[name] for name in names])
+            except ActorError as error:
+                if error.actor not in names:
+                    raise
+                self.lost(error.actor, error)
+            finally:
+                await self.notify()
+
+    def _end(self, name: str) -> bool:
+        """Its engine is useless although its process lives; once is enough."""
+        return name not in self.health.those("healthy", "stale") or spawn.end_process(self._actors[name])
+
+    async def _bring_back(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(self._run.recovery.timeout_s):
+                await self._restarted(self._actors[name])
+        except (TimeoutError, ActorError, EngineError) as error:
+            self.health.gave_up(name)
+            self._recorder.event("engine_gone", engine=name, reason=str(error))
+            await self.notify()
+            if not self.health.hopeful:
+                raise EngineError(f"{name} died and did not come back: {error}; {RESUME}") from None
+            return
+        self.health.started(name)
+        await self.notify()
+        await self._refit()
+
+    async def _restarted(self, actor: RolloutActor) -> None:
+        while True:
+            try:
+                await spawn.settle(actor)
+                await actor.start()
+                return
+            except ActorError as error:
+                if not error.returns:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def idle(self, name: str) -> None:
+        """Wait until an engine has nothing to do."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.load.idle(name))
+
+    async def close(self) -> None:
+        for task in self._recovering:
+            task.cancel()
+        await asyncio.gather(*self._recovering, return_exceptions=True)

@@ -1,0 +1,101 @@
+"""Places every actor of a run on its cluster."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from actors.buffer import BufferActor
+from actors.drafter.actor import DrafterActor
+from actors.fleet import Fleet, Hiring
+from actors.publisher import DrafterLink, Publisher
+from actors.reward import RewardActor
+from actors.rollout.actor import RolloutActor
+from actors.runtime.resources import Resources
+from actors.runtime.spawn import Spawner
+from actors.trainer import group
+from asyncrl.config import Run
+from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter, from_rollouts, from_trainer
+from asyncrl.drafting.bandit import Range
+from asyncrl.fleet.placement import Demand, Offer, demands
+from asyncrl.system.run_directory import RunDirectory
+from pipelines.fleet.cluster_offer import expecting
+from pipelines.supervision.watchdog import backstop
+
+CONTROL = Resources(near="driver")
+"""The buffer writes into the run's directory, which is on the driver's machine."""
+STATELESS = Resources(near="driver", restarts=-1, repeatable=True)
+TRAINER = Resources(near="driver_if_possible")
+
+
+async def place(
+    run: Run, offer: Offer, directory: RunDirectory, spawner: Spawner, model_path: Path, *, restore_step: int | None
+) -> Fleet:
+    """Start every actor. Those that only hand things on take no core of their own."""
+    wanted = demands(run, offer)
+    trajectories = directory.trajectories.resolve()
+    buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, run, trajectories, restore_step)
+    judge = run.reward, run.environment, run.stages
+    reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, *judge)
+    drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
+    engine = Resources(restarts=run.recovery.max_restarts).of(wanted["rollout"])
+
+    taught = drafter if from_rollouts(run.drafter) else None
+
+    async def hire(name: str) -> RolloutActor:
+        learned = _learned(directory).get(name, [])
+        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward, taught, learned)
+
+    names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
+    async with asyncio.TaskGroup() as tasks:
+        starting_trainer = tasks.create_task(
+            group.start(
+                spawner,
+                TRAINER.of(wanted["trainer"]),
+                run,
+                model_path,
+                directory.checkpoints.resolve(),
+                buffer,
+                drafter if from_trainer(run.drafter) else None,
+                _busy_flag(directory) if drafter is not None else None,
+                timeout_s=backstop(run),
+            )
+        )
+        hiring = [tasks.create_task(hire(name)) for name in names]
+    trainer, rollouts = starting_trainer.result(), [task.result() for task in hiring]
+    await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
+    engines, timeout_s = dict(zip(names, rollouts, strict=True)), backstop(run)
+    link = DrafterLink(drafter, engines.values(), timeout_s=timeout_s) if drafter is not None else None
+    publisher = Publisher(trainer, engines, link, deadline_s=run.weights.deadline_s, export_s=timeout_s, required=1)
+    return Fleet(
+        buffer=buffer,
+        reward=reward,
+        engines=engines,
+        trainer=trainer,
+        publisher=publisher,
+        hiring=Hiring(hire=hire, dismiss=spawner.end, expect=expecting(run, offer)),
+        drafter=link,
+    )
+
+
+async def _place_drafter(
+    run: Run, wanted: dict[str, Demand], directory: RunDirectory, spawner: Spawner, model_path: Path
+) -> DrafterActor | None:
+    if not isinstance(run.drafter, EagleDrafter | Eagle3Drafter) or not run.drafter.training.on:
+        return None
+    resources = Resources(near="driver_if_possible", idle_priority=run.drafter.training.spot).of(wanted["drafter"])
+    drafter = await spawner.spawn(
+        "drafter", resources, DrafterActor, run, model_path, directory.drafter.resolve(), _busy_flag(directory)
+    )
+    await drafter.start()
+    return drafter
+
+
+def _learned(directory: RunDirectory) -> dict[str, list[Range]]:
+    """What each engine knew about drafting when the run was last saved."""
+    path = directory.speculation
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Range]]) if path.exists() else {}
+
+
+def _busy_flag(directory: RunDirectory) -> Path:
+    return directory.drafter.resolve() / "trainer-busy"

@@ -1,0 +1,210 @@
+"""What a run will need, by arithmetic alone: no model is loaded, and neither torch nor Ray is imported."""
+
+from pathlib import Path
+from random import Random
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from asyncrl.config import Checkpoint, Run, WarmStart
+from asyncrl.config.algorithm import Ppo
+from asyncrl.config.engine import EngineSettings, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.precision import carrier, travels_in_fp8
+from asyncrl.config.task import ChainsTask
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.models.config import ModelConfig, read_config
+from asyncrl.precision.memory import footprint
+from asyncrl.simulation.outcome import Rates
+from asyncrl.system.devices import gpu_memory, has_gpu
+from asyncrl.tasks.base import Split
+from asyncrl.tasks.chains import CHARACTERS, draw_chain
+from asyncrl.tasks.registry import make_task
+from asyncrl.training.memory import FLOAT, Batch, engine_share, parameters, recomputes, training_memory
+from asyncrl.types import Prompt
+
+SAVED = 3 * FLOAT
+"""Bytes per parameter in a checkpoint: weight and moments."""
+TOKEN = 3 * 4
+"""Bytes of a token in a trajectory: id, log-probability, policy version."""
+ROW = 2048
+"""Bytes of a trajectory besides its tokens, rounded up."""
+PROCESS = 300 << 20
+"""A process that has imported torch."""
+CUDA = 600 << 20
+"""A CUDA context with the kernels that training loads."""
+VERSIONS = 2
+"""Policy versions that lie ready for the engines."""
+PROMPTS_READ = 256
+"""Prompts whose length is measured when the task does not bound it."""
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes, each for one process, at the largest sizes that the settings allow."""
+
+    parameters: int
+    published: int
+    """Weights of one policy version on their way to the engines."""
+    optimizer: int
+    """The trainer's weights in every form, their gradients and Adam's moments."""
+    activations: int
+    """What the largest forward and backward adds to them, logits included."""
+    recompute: bool
+    """Whether activations are computed again in the backward instead of kept."""
+    engine_weights: int
+    kv_cache: int
+    trajectories: int
+    """One step's samples, every answer as long as it may be."""
+    checkpoint: int
+
+    @property
+    def training(self) -> int:
+        """What `trainer_peak_memory_bytes` in summary.json should come to on a GPU."""
+        return self.optimizer + self.activations
+
+    @property
+    def trainer(self) -> int:
+        return self.training + PROCESS
+
+    @property
+    def rollout(self) -> int:
+        return self.engine_weights + self.kv_cache + PROCESS
+
+    def host(self, run: Run) -> int:
+        """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
+        trainer = PROCESS if trains_on_gpu(run) else self.trainer
+        rollout = PROCESS if has_gpu() and engine_share(run) else self.rollout
+        return trainer + run.rollout.replicas * rollout + VERSIONS * self.published
+
+
+class Card(NamedTuple):
+    """Bytes on the GPU that trainer and engines share."""
+
+    total: int
+    trainer: int
+    engines: int
+
+
+class Traffic(NamedTuple):
+    """Bytes over each edge: per second where the pace is known, else per step at the longest answers."""
+
+    to_buffer: float
+    to_trainer: float
+    to_engines: float
+    """Of all engines together."""
+    per: Literal["a step", "a second"]
+
+    def words(self, count: float) -> str:
+        return f"about {size(count)}" if self.per == "a second" else f"at most {size(count)}"
+
+
+def traffic(run: Run, required: Needs, prompt: int, pace: Rates | None) -> Traffic:
+    """`pace` comes from a simulation; `prompt` is the length of the longest, in tokens."""
+    weights = run.rollout.replicas * required.published
+    if pace is None:
+        return Traffic(required.trajectories, required.trajectories, weights, "a step")
+    rows = pace.samples_per_second * (prompt * TOKEN + ROW)
+    generated, trained = TOKEN * pace.generated_tokens_per_second, TOKEN * pace.tokens_per_second
+    return Traffic(rows + generated, rows + trained, weights / pace.step_seconds, "a second")
+
+
+def trains_on_gpu(run: Run) -> bool:
+    return run.trainer.device == "cuda" or (run.trainer.device == "auto" and has_gpu())
+
+
+def card(run: Run, required: Needs) -> Card | None:
+    """None without a GPU here, or where nothing of the run is on it."""
+    total = gpu_memory()
+    if total is None or not (trains_on_gpu(run) or engine_share(run)):
+        return None
+    trainer = required.training + CUDA + VERSIONS * required.published if trains_on_gpu(run) else 0
+    return Card(total, trainer, int(engine_share(run) * total))
+
+
+def model_config(run: Run) -> ModelConfig:
+    """The shape of the model; CheckpointError when there is none."""
+    match run.model:
+        case Checkpoint(path=path):
+            return read_config(Path(path).expanduser())
+        case WarmStart() as model:
+            return ModelConfig.from_hf(
+                {
+                    "model_type": "qwen3",
+                    "vocab_size": len(CHARACTERS) + 2,  # and the padding and the end
+                    "hidden_size": model.hidden_size,
+                    "intermediate_size": model.intermediate_size,
+                    "num_hidden_layers": model.layers,
+                    "num_attention_heads": model.heads,
+                    "num_key_value_heads": model.kv_heads,
+                    "head_dim": model.hidden_size // model.heads,
+                    "tie_word_embeddings": True,
+                }
+            )
+
+
+def longest_prompt(run: Run) -> int:
+    """Tokens of the longest prompt: exact for chains, else among the first that the run will ask."""
+    prompts = _prompts(run)
+    if isinstance(run.model, WarmStart):
+        return max(len(prompt.text) for prompt in prompts)  # one token per character
+    tokenizer = load_tokenizer(Path(run.model.path).expanduser())
+    return max(len(tokenizer.encode_prompt(prompt, run.rollout)) for prompt in prompts)
+
+
+def _prompts(run: Run) -> list[Prompt]:
+    if isinstance(run.task, ChainsTask):
+        return [Prompt(uid="longest", text=draw_chain(run.task.max_size, Random(0)).prompt)]
+    task = make_task(run.task, run.seed)
+    asked: dict[Split, int] = {"train": PROMPTS_READ, "held_out": min(PROMPTS_READ, run.evaluation.prompts)}
+    return [task.prompt(split, index) for split, count in asked.items() for index in range(count)]
+
+
+def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
+    """`prompt` is the length of the longest, in tokens."""
+    count, longest = parameters(model), prompt + run.rollout.max_tokens
+    precision, wide = run.rollout.precision, carrier(run.rollout.precision, run.engine)
+    sent = footprint(model, count, precision if travels_in_fp8(run.engine) else wide, run.rollout.fp8)
+    # Only our simulation, on a CPU, holds FP8's numbers as floats.
+    held = footprint(model, count, precision, run.rollout.fp8) if isinstance(run.engine, VllmEngine) else sent
+    recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
+    memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)
+    rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
+    return Needs(
+        parameters=count,
+        published=sent.weights,
+        optimizer=memory.weights + memory.optimizer,
+        activations=memory.activations + memory.backward,
+        recompute=recompute,
+        engine_weights=0 if isinstance(run.engine, FakeEngine) else held.weights,
+        kv_cache=_kv_cache(run.engine, rows * longest * held.kv_token),
+        trajectories=run.samples_per_step * (longest * TOKEN + ROW),
+        checkpoint=(2 if isinstance(run.algorithm, Ppo) else 1) * count * SAVED,
+    )
+
+
+def _largest_batch(run: Run, prompt: int) -> Batch:
+    """Groups of full-length answers, as many as the budget holds; a single answer may be longer than it."""
+    answer, budget = run.rollout.max_tokens, run.trainer.token_budget
+    together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
+    block = prompt + together * answer
+    everything = run.samples_per_step // run.rollout.group_size * (prompt + run.rollout.group_size * answer)
+    return Batch(max(block, min(budget, everything)), spread=together * (prompt + answer) / block)
+
+
+def _kv_cache(engine: EngineSettings, full: int) -> int:
+    """Bytes in the host's memory; `full` is what every row at its longest takes."""
+    match engine:
+        case NativeEngine():
+            return 2 * full  # it grows by doubling
+        case VllmEngine(cpu_cache_gib=size):
+            return 0 if has_gpu() else size << 30
+        case FakeEngine():
+            return 0
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

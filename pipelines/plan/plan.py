@@ -1,0 +1,243 @@
+"""What stands in the way of a run, before anything expensive starts."""
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from asyncrl.config import Checkpoint, Run, WarmStart, check
+from asyncrl.config import trackers as tracking
+from asyncrl.config.algorithm import CustomAlgorithm, CustomCorrection
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.engine import FakeEngine, VllmEngine
+from asyncrl.config.precision import model_problems, numerics
+from asyncrl.config.task import ChainsTask
+from asyncrl.config.user_code import Called, stages
+from asyncrl.engines.vllm import environment
+from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from asyncrl.fleet.placement import GPU, Offer, demands, missing
+from asyncrl.system import minimum_versions
+from asyncrl.system.devices import gpu_count, has_avx512, has_gpu
+from asyncrl.system.user_functions import is_here, load_function
+from asyncrl.user_code.pool import check_function
+from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size
+
+SHARED_MEMORY = Path("/dev/shm")
+ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
+
+
+def preflight(run: Run, offer: Offer | None = None) -> None:
+    """Raise ConfigError with everything that would make the run fail; `offer` is what the cluster has, if known."""
+    check(run)
+    found = problems(run, offer)
+    if len(found) > 1:
+        raise ConfigError("\n  - ".join([f"{len(found)} problems", *found]))
+    if found:
+        raise ConfigError(found[0])
+
+
+def problems(run: Run, offer: Offer | None = None) -> list[str]:
+    """A sentence for each thing that stands in the way, with the way out; empty when nothing does."""
+    return [
+        *minimum_versions.problems(),
+        *_place(run),
+        *_cluster(run),
+        *_engine(run),
+        *_weights(run),
+        *_ranks(run, offer),
+        *_functions(run),
+        *tracking.problems(run.trackers, run.cluster),
+        *_model(run),
+        *(_placement(run, offer) if offer is not None else ()),
+    ]
+
+
+def _place(run: Run) -> Iterator[str]:
+    directory = Path(run.root) / run.name
+    if directory.exists():
+        yield f"{directory} exists already: continue it with `asyncrl resume {directory}` or choose another name="
+    home = _existing(directory)
+    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
+        yield f"root={run.root}: {home} is not a directory that can be written to; choose another root="
+
+
+def _cluster(run: Run) -> Iterator[str]:
+    if run.cluster not in ("local", "auto", "inprocess") and not ADDRESS.fullmatch(run.cluster):
+        yield f"cluster={run.cluster} is neither local, auto, inprocess nor an address such as 10.0.0.1:6379"
+
+
+def _placement(run: Run, offer: Offer) -> Iterator[str]:
+    if not run.placement.wait_s:
+        yield from missing(list(demands(run, offer).values()), offer)
+
+
+def _engine(run: Run) -> Iterator[str]:
+    if not isinstance(run.engine, VllmEngine):
+        return
+    if wrong := minimum_versions.problem(minimum_versions.installed()):
+        yield wrong
+    yield from environment.problems(run.engine)
+    here = run.cluster in ("local", "inprocess")
+    if not here or has_gpu():
+        return
+    if numerics(run.rollout.precision, run.rollout.fp8) is not None:
+        chosen = run.rollout.precision
+        yield f"rollout.precision={chosen} with engine=vllm needs a GPU; engine=native simulates FP8 on a CPU"
+    if (chosen := run.engine.quantization) != "none":
+        yield f"engine.quantization={chosen} needs a GPU, and there is none here; use engine.quantization=none"
+    if run.engine.attention != "auto":
+        yield f"engine.attention={run.engine.attention} needs a GPU, and there is none here; use engine.attention=auto"
+    if run.engine.kv_dtype == "fp8" and not has_avx512():
+        yield "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512; use engine.kv_dtype=auto"
+    if not isinstance(run.drafter, NoDrafter) and run.rollout.temperature > 0:
+        yield (
+            f"drafter={run.drafter.__struct_config__.tag} with engine=vllm needs a GPU: on a CPU vLLM 0.29 samples "
+            "drafted tokens wrongly and reports wrong log-probabilities; use engine=native, or drafter=none"
+        )
+    if run.engine.tensor_parallel > 1:
+        yield f"engine.tensor_parallel={run.engine.tensor_parallel} needs as many GPUs, and there is none here"
+
+
+def _weights(run: Run) -> Iterator[str]:
+    """Transports that this machine cannot have."""
+    transport = run.weights.transport
+    if transport not in ("cuda_ipc", "nccl") or run.cluster not in ("local", "inprocess"):
+        return
+    if not has_gpu():
+        yield f"weights.transport={transport} needs a GPU, and there is none here; use weights.transport=auto"
+    elif find_spec("cupy") is None:
+        yield f"weights.transport={transport} needs cupy: pip install 'asyncrl[nccl]', or use weights.transport=file"
+
+
+def _ranks(run: Run, offer: Offer | None) -> Iterator[str]:
+    """Each rank of the trainer needs a GPU to itself, where it is to compute on one."""
+    if run.cluster in ("local", "inprocess"):
+        cards, where = gpu_count(), "this machine"
+    elif offer is not None and not run.placement.wait_s:
+        cards, where = int(max(each.get(GPU, 0.0) for each in (offer.total, offer.could_have or {}))), "the cluster"
+    else:
+        return
+    if run.trainer.device != "cpu" and 0 < cards < run.trainer.ranks:
+        yield (
+            f"trainer.ranks={run.trainer.ranks} need a GPU each, and {where} has {cards}: use "
+            f"trainer.ranks={cards}, or trainer.device=cpu"
+        )
+    elif run.trainer.device == "cuda" and not cards:
+        yield f"trainer.device=cuda, and {where} has no GPU; use trainer.device=auto"
+
+
+def _functions(run: Run) -> Iterator[str]:
+    """Functions of the user's that cannot be loaded."""
+    environment = [run.environment] if run.environment.on else []
+    called: list[Called] = [run.reward, *environment, *stages(run.stages)]
+    names = [settings.function for settings in called]
+    checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
+    for field, name in _losses(run):
+        checks.append(partial(load_function, name, field))
+        names.append(name)
+    if run.cluster != "inprocess" and (here := [name for name in names if is_here(name)]):
+        yield (
+            f"{', '.join(here)}: a lambda or a function of a notebook exists in this process alone, and with cluster="
+            f"{run.cluster} others would have to call it: put it into a file, or use cluster=inprocess"
+        )
+    for find in checks:
+        try:
+            find()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _losses(run: Run) -> Iterator[tuple[str, str]]:
+    """Setting and function, of those that the trainer calls."""
+    if isinstance(run.algorithm, CustomAlgorithm):
+        yield "algorithm.function", run.algorithm.function
+        if run.algorithm.advantages:
+            yield "algorithm.advantages", run.algorithm.advantages
+    if isinstance(run.correction, CustomCorrection):
+        yield "correction.function", run.correction.function
+
+
+def _model(run: Run) -> Iterator[str]:
+    """Problems of the model, of its prompts and of the room that both need."""
+    if isinstance(run.model, WarmStart) and (run.rollout.chat or not isinstance(run.task, ChainsTask)):
+        yield (
+            "model=warm_start writes its examples for task=chains only, and without a chat template: use "
+            "model=checkpoint model.path=DIRECTORY"
+        )
+        return
+    try:
+        model = model_config(run)
+        prompt = longest_prompt(run)
+    except (ConfigError, MissingDependencyError) as error:
+        yield str(error)
+        return
+    except CheckpointError as error:
+        yield f"model.path={run.model.path}: {error}" if isinstance(run.model, Checkpoint) else f"model: {error}"
+        return
+    longest = prompt + run.rollout.max_tokens
+    if not isinstance(run.engine, FakeEngine) and longest > run.engine.max_length:
+        yield (
+            f"engine.max_length={run.engine.max_length} is less than the longest prompt with rollout.max_tokens="
+            f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
+        )
+    joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
+    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined)
+    required = needs(run, model, prompt)
+    yield from _room(run, required)
+    if run.cluster in ("local", "inprocess"):
+        yield from _card(run, required)
+
+
+def _room(run: Run, required: Needs) -> Iterator[str]:
+    if required.trajectories > run.buffer.max_bytes:
+        yield (
+            f"buffer.max_bytes={run.buffer.max_bytes} is less than one step of full-length answers: it might never be "
+            f"complete; set buffer.max_bytes={required.trajectories}"
+        )
+    disk = (run.checkpoint.keep + 1) * required.checkpoint + required.trajectories
+    free = shutil.disk_usage(_existing(Path(run.root))).free
+    if disk > free:
+        yield f"root={run.root} has {size(free)} free, and checkpoints with one step of trajectories take {size(disk)}"
+    if run.cluster not in ("local", "inprocess"):
+        return  # the memory of other machines is not known here
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if required.host(run) > memory:
+        yield (
+            f"this machine has {size(memory)} of memory and the run needs about {size(required.host(run))}: take a "
+            "smaller model, or lower engine.max_batch, trainer.token_budget or rollout.replicas"
+        )
+    if SHARED_MEMORY.is_dir() and 2 * required.published > (shared := shutil.disk_usage(SHARED_MEMORY).free):
+        yield (
+            f"{SHARED_MEMORY} has {size(shared)} free and two versions of the weights take "
+            f"{size(2 * required.published)}: enlarge it (docker: --shm-size)"
+        )
+
+
+def _card(run: Run, required: Needs) -> Iterator[str]:
+    """Trainer and engines share one GPU."""
+    found = card(run, required)
+    if found is None:
+        return
+    if found.trainer + found.engines > found.total:
+        room = max(0.0, 1 - found.trainer / found.total) / run.rollout.replicas
+        lower = f"lower engine.memory to {math.floor(100 * room) / 100:g}" if room > 0.01 else "take a larger GPU"
+        yield (
+            f"the GPU has {size(found.total)}; the trainer needs about {size(found.trainer)} of it and the engines get "
+            f"{size(found.engines)}: {lower}, or lower trainer.token_budget or trainer.logits_bytes"
+            f"{'' if required.recompute else ', or set trainer.checkpoint_activations=true'}"
+        )
+    each = found.engines // run.rollout.replicas
+    if 0 < each < required.engine_weights:
+        yield (
+            f"an engine gets {size(each)} of the GPU, and its weights alone take {size(required.engine_weights)}: "
+            "raise engine.memory"
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The closest place above `path` that is there."""
+    return next(place for place in (path.resolve(), *path.resolve().parents) if place.exists())

@@ -1,0 +1,221 @@
+"""What would run: who, on what, and what moves between them."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config import Run
+from asyncrl.config.precision import carrier
+from asyncrl.config.staleness import FixedStaleness
+from asyncrl.config.user_code import stages
+from asyncrl.errors import AsyncRLError
+from asyncrl.fleet.placement import Demand, Offer, arriving, demands, in_words, needed
+from asyncrl.models.config import ModelConfig
+from asyncrl.precision.memory import footprints
+from asyncrl.simulation.outcome import Rates
+from asyncrl.system.devices import mps_runs
+from pipelines.plan.estimate import Needs, Traffic, card, longest_prompt, model_config, needs, size, traffic
+
+# The pipeline as a picture of characters: who, how many, on what, and what moves between them.
+
+WIDTH = 62
+"""Of a box; with the way back of the weights beside it 80 columns suffice."""
+ASCII = str.maketrans("┌┐└┘─│▼◀", "++++-|v<")
+"""For terminals that have no other characters."""
+
+
+class Box(NamedTuple):
+    """A role, and what it hands on to the next one below."""
+
+    title: str
+    lines: Sequence[str]
+    edge: str = ""
+
+
+def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traffic) -> list[Box]:
+    """In the order in which a sample passes them; `wanted` says what each process takes, where it is known."""
+    per = traffic.per
+    optimizer = f"weights, gradients and Adam {size(required.optimizer)}, activations {size(required.activations)}"
+    found = [
+        Box(
+            f"rollout ({run.engine.__struct_config__.tag}) x {_engines(run)}",
+            [
+                _takes("rollout", wanted),
+                f"memory at most about {size(required.rollout)} each: {_engine_memory(required)}",
+            ],
+            "answers",
+        ),
+        Box(
+            f"reward x 1, with {run.reward.workers} worker{'s' * (run.reward.workers > 1)}",
+            [run.reward.function, *(f"then {stage.function}" for stage in stages(run.stages))],
+            f"trajectories, {traffic.words(traffic.to_buffer)} {per}",
+        ),
+        Box(
+            "buffer x 1",
+            [f"up to {size(run.buffer.max_bytes)} of trajectories wait, on disk ({run.buffer.durability})"],
+            f"batches, {traffic.words(traffic.to_trainer)} {per}",
+        ),
+        Box(
+            f"trainer ({run.algorithm.__struct_config__.tag}) x {run.trainer.ranks}",
+            [_takes("trainer", wanted), f"memory at most about {size(required.trainer)}: {optimizer}"],
+        ),
+    ]
+    if "drafter" in wanted:
+        found[-1] = found[-1]._replace(edge="hidden states of what was trained on")
+        found.append(Box("drafter x 1", [_takes("drafter", wanted), "its heads go to every engine"]))
+    return found
+
+
+def _engine_memory(required: Needs) -> str:
+    return f"weights {size(required.engine_weights)}, KV cache {size(required.kv_cache)}"
+
+
+def _engines(run: Run) -> str:
+    return f"{run.elastic.min} to {run.elastic.max}" if run.elastic.on else str(run.rollout.replicas)
+
+
+def _takes(role: str, wanted: Mapping[str, Demand]) -> str:
+    bundle = wanted[role].bundle if role in wanted else {}
+    return f"each takes {in_words(bundle) or 'a share of the machine'}"
+
+
+def draw(found: Sequence[Box], back: Sequence[str]) -> list[str]:
+    """`back`, some short lines, is written along the way that leads from the trainer to the first box."""
+    lines: list[str] = []
+    begin = end = 1
+    for box in found:
+        if box.title.startswith("trainer"):
+            end = len(lines) + 1
+        lines += _box(box)
+        if box is not found[-1]:
+            lines += [f"   │ {box.edge}", "   ▼"]
+    first = (begin + end - len(back)) // 2 + 1
+    for row in range(begin, end + 1):
+        text = back[row - first] if 0 <= row - first < len(back) else ""
+        way = {begin: "◀──┐", end: "───┘"}.get(row, f"   │ {text}")
+        lines[row] = f"{lines[row]:{WIDTH}}{way}".rstrip()
+    return lines
+
+
+def _box(box: Box) -> Iterator[str]:
+    inside = WIDTH - 4
+    yield f"┌─ {box.title} ".ljust(WIDTH - 1, "─") + "┐"
+    for line in (part for text in box.lines for part in wrap(text, inside)):
+        yield f"│ {line:{inside}} │"
+    yield f"└{'─' * (WIDTH - 2)}┘"
+
+
+REFERENCE_CARD = 80 * 10**9
+"""Memory of a GPU that precisions are compared on where none is here."""
+
+
+def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | None = None) -> None:
+    """Print who would run, what one step is made of, and what moves between the actors; `offer` is the cluster's, and
+    `pace` that of a simulation."""
+    console.print(f"{run.name}: {run.steps} steps into {Path(run.root) / run.name}", style="bold")
+    console.print(arithmetic(run))
+    wanted = demands(run, offer) if offer is not None else {}
+    try:
+        model = model_config(run)
+        prompt = longest_prompt(run)
+    except AsyncRLError:
+        return  # `preflight` says why
+    required = needs(run, model, prompt)
+    console.print(
+        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published in "
+        f"{carrier(run.rollout.precision, run.engine)}; longest prompt with its answer "
+        f"{prompt + run.rollout.max_tokens} tokens"
+    )
+    _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
+    if offer is not None:
+        _show_placement(run, offer, console)
+    console.print(_precisions(run, model, required))
+    total = run.steps * required.trajectories
+    console.print(
+        f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk at most "
+        f"{size((run.checkpoint.keep + 1) * required.checkpoint)} of checkpoints and {size(total)} of trajectories"
+    )
+    _show_card(run, required, console)
+
+
+def arithmetic(run: Run) -> str:
+    """What one step is, and how far generation may be ahead of training."""
+    flow, ahead = run.flow, run.max_staleness
+    step = f"1 step = {flow.groups_per_step} prompts x {run.rollout.group_size} = {run.samples_per_step} samples"
+    begins = f"training begins with the first {flow.groups_per_take} complete groups"
+    if ahead == 0:
+        return f"{step}, no publish ahead: synchronous, every token is of the version that is trained; {begins}"
+    publishes = f"{ahead} publish{'es' * (ahead > 1)} ahead"
+    if not isinstance(run.staleness, FixedStaleness):
+        publishes = f"up to {publishes}, as staleness={run.staleness.__struct_config__.tag} decides"
+    fresh = f", at most {flow.max_ready_groups} of them complete or just begun" if flow.max_ready_groups else ""
+    admitted = f"{run.capacity_groups} groups admitted{fresh}"
+    oldest = f"the oldest token at most {ahead} version{'s' * (ahead > 1)} old"
+    return f"{step}, {publishes}: {admitted}, {oldest}; {begins}"
+
+
+def _show_graph(
+    run: Run, required: Needs, wanted: Mapping[str, Demand], moves: Traffic, pace: Rates | None, console: Console
+) -> None:
+    back = ("weights", size(moves.to_engines), moves.per)
+    lines = draw(boxes(run, required, wanted, moves), back)
+    picture = "\n".join([f"prompts ({run.task.__struct_config__.tag})", "   ▼", *lines])
+    console.print(picture.translate(ASCII) if console.options.ascii_only else picture, soft_wrap=True)
+    if pace is None:
+        console.print(
+            "bytes are of a step; `--from RUN` or `--profile NAME`, as of `asyncrl simulate`, tell them by the second"
+        )
+    else:
+        console.print(f"bytes a second as simulated, not measured: a step takes about {pace.step_seconds:.3g} s")
+
+
+def _show_placement(run: Run, offer: Offer, console: Console) -> None:
+    """What everybody takes together of which cluster, and what of it has to come."""
+    wanted = list(demands(run, offer).values())
+    whose = f"{len(offer.nodes)} node{'s' * (len(offer.nodes) > 1)}" if offer.attached else "this machine"
+    has = f"; it has {in_words(offer.known)}" if offer.attached else ""
+    console.print(f"cluster={run.cluster}, {whose}: together {in_words(needed(wanted)) or 'nothing of its own'}{has}")
+    if offer.could_have is not None and (coming := arriving(wanted, offer)):
+        console.print(f"its autoscaler has to bring {in_words(coming)} more before everything runs")
+    if run.elastic.on:
+        most = list(demands(run, offer, engines=run.elastic.max).values())
+        short = arriving(most, offer) if offer.attached else {}
+        lacks = f", for which the cluster lacks {in_words(short)} now" if short else ""
+        console.print(
+            f"engines: {run.rollout.replicas} at first, {run.elastic.min} to {run.elastic.max} as needed{lacks}"
+        )
+
+
+def _show_card(run: Run, required: Needs, console: Console) -> None:
+    found = card(run, required)
+    if found is None:
+        return
+    console.print(
+        f"GPU: {size(found.total)}; trainer at most about {size(found.trainer)}, of which {size(required.training)} "
+        f"for training ({'activations computed again' if required.recompute else 'activations kept'}); engines "
+        f"{size(found.engines)}; {size(found.total - found.trainer - found.engines)} left"
+    )
+    if found.trainer and found.engines:
+        console.print(
+            "CUDA MPS is on: kernels of trainer and engines run side by side"
+            if mps_runs()
+            else "CUDA MPS is off: trainer and engines take turns on the card. `nvidia-cuda-mps-control -d` turns it on"
+        )
+
+
+def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
+    """What an engine on a GPU takes; on a CPU FP8 is simulated in floats, and saves nothing."""
+    found = card(run, required)
+    room = found.engines // run.rollout.replicas if found is not None and found.engines else REFERENCE_CARD
+    title = f"rollout.precision: an engine with {size(room)} of a GPU"
+    table = Table("precision", "weights", "KV cache per token", "KV tokens", title=title, title_justify="left")
+    for each in footprints(model, required.parameters, run.rollout.fp8):
+        mark = " (chosen)" if each.precision == run.rollout.precision else ""
+        tokens = f"{each.tokens(room):,}" if each.tokens(room) else "none: the weights do not fit"
+        table.add_row(f"{each.precision}{mark}", size(each.weights), size(each.kv_token), tokens)
+    return table

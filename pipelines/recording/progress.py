@@ -1,0 +1,104 @@
+"""Progress on the terminal: a live panel for a person, one plain line a step for a log."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from asyncrl.config import Run
+from asyncrl.config.staleness import FixedStaleness
+
+if TYPE_CHECKING:
+    from pipelines.evaluate import Scores
+
+
+class Progress:
+    """Context manager; quiet apart from what it is told."""
+
+    def __init__(self, run: Run, console: Console | None = None) -> None:
+        self._run = run
+        self._console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._scores: dict[int, Scores] = {}
+        self._previous: dict[str, Any] = {}
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, soft_wrap=True)
+
+    def warm_start(self, step: int, loss: float) -> None:
+        if step % 100 == 0:
+            self.say(f"warm start step {step}: loss {loss:.3f}")
+
+    def evaluation(self, steps_done: int, scores: "Scores") -> None:
+        self._scores[steps_done] = scores
+        sizes = "  ".join(f"size {size}: {score:.2f}" for size, score in scores.by_size.items())
+        self.say(
+            f"held-out after step {steps_done}: sampled {scores.sampled:.3f}  greedy {scores.greedy:.3f}   {sizes}"
+        )
+
+    def step(self, row: dict[str, Any]) -> None:
+        figures = self._figures(row)
+        if self._live:
+            table = Table(title=f"asyncrl {self._run.name}", title_justify="left", show_header=False)
+            for name, value in figures.items():
+                table.add_row(name, value)
+            self._live.update(table)
+        else:
+            self.say("  ".join(f"{name} {value}" for name, value in figures.items()))
+        self._previous = row
+
+    def _figures(self, row: dict[str, Any]) -> dict[str, str]:
+        before = self._previous or {"loop_seconds": 0.0, "generated_tokens": 0}
+        seconds = max(row["loop_seconds"] - before["loop_seconds"], 1e-6)
+        figures = {
+            "step": f"{row['step'] + 1}/{self._run.steps}",
+            "reward": f"{row['reward']:.3f}",
+            "held-out": f"{self._scores[max(self._scores)].sampled:.3f}" if self._scores else "-",
+            "tokens/s": f"{(row['generated_tokens'] - before['generated_tokens']) / seconds:,.0f}",
+            "samples/s": f"{row['samples'] / seconds:.0f}",
+            "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
+            **self._pace(row),
+            "ess": f"{row['ess']:.3f}",
+            **self._drafting(row),
+            "buffered": f"{row['buffered']}",
+            "in flight": f"{row['in_flight']}",
+            "waits": _who_waits(row, seconds),
+        }
+        return figures
+
+    def _drafting(self, row: dict[str, Any]) -> dict[str, str]:
+        """Tokens per verified draft since the last step."""
+        drafts = row["drafts"] - self._previous.get("drafts", 0)
+        if not drafts:
+            return {}
+        accepted = row["accepted_tokens"] - self._previous.get("accepted_tokens", 0)
+        return {"accepts": f"{1 + accepted / drafts:.2f}"}
+
+    def _pace(self, row: dict[str, Any]) -> dict[str, str]:
+        """What the staleness controller has chosen, where there is one."""
+        if isinstance(self._run.staleness, FixedStaleness):
+            return {}
+        return {"bound": f"{row['effective_staleness']}", "publish every": f"{row['publish_every']}"}
+
+
+def _who_waits(row: dict[str, Any], seconds: float) -> str:
+    """The side that is ahead: the trainer for data, or the engines for places in the staleness bound."""
+    share = row["wait_seconds"] / seconds
+    if share > 0.05:
+        return f"trainer {share:.0%}"
+    return "rollout (no place to admit)" if row["running"] == 0 else "nobody"

@@ -1,0 +1,310 @@
+"""What a run leaves behind while it runs: one metrics row a step, events, progress. The summary is made from them."""
+
+import io
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.markup import escape
+
+from actors.fleet import Fleet
+from actors.publisher import Published
+from actors.runtime import prometheus
+from actors.trainer.actor import Accumulated
+from asyncrl.config import Run
+from asyncrl.config.drafter import NoDrafter
+from asyncrl.data.reward_parts import reward_parts
+from asyncrl.data.tables import read_table
+from asyncrl.drafting.bandit import Range
+from asyncrl.drafting.gain import Notice, net_gain
+from asyncrl.errors import ActorError
+from asyncrl.fleet.placement import HERE
+from asyncrl.fleet.staleness import Decision
+from asyncrl.observe.environment import resident_bytes
+from asyncrl.observe.trackers.base import Session
+from asyncrl.observe.trackers.registry import Trackers, opener
+from asyncrl.system.run_directory import Events, RunDirectory, read_events, replace
+from asyncrl.training.report import StepReport
+from asyncrl.types import EngineStats
+from pipelines.evaluate import Scores
+from pipelines.recording.progress import Progress
+
+# The trackers of a run, with those that need Ray.
+
+
+def trackers(run: Run, directory: RunDirectory, say: Callable[[str], None], *, first_step: int) -> Trackers:
+    """Nothing is imported, opened or started before there is something to tell them."""
+    session = Session(
+        name=run.name,
+        project=run.project,
+        directory=directory.path,
+        config=msgspec.to_builtins(run),
+        first_step=first_step,
+    )
+    openers = {name: opener(name, session) for name in run.trackers if name != "prometheus"}
+    if "prometheus" in run.trackers:
+        openers["prometheus"] = lambda: prometheus.open(session, say)
+    return Trackers(openers, lambda text: say(escape(text)))
+
+
+METRICS_SECONDS, ROW_SECONDS = 5.0, 0.0025
+"""Between two writes of metrics.parquet, and for each of its rows: a hundred times what it takes to write a row."""
+ENGINE_FIGURES = ("version", "running", "waiting", "generated_tokens", "busy_seconds")
+ENGINE_ROWS = 20
+"""Newest rows that tell of each engine: of all rows, 64 engines would take longer to write than all else."""
+Row = dict[str, Any]
+
+
+class Recorder:
+    """Writes into the run directory. A resumed run keeps the rows before its first step and replaces the others."""
+
+    def __init__(self, run: Run, directory: RunDirectory, progress: Progress, *, first_step: int) -> None:
+        self._run = run
+        self._directory = directory
+        self._progress = progress
+        self._events = Events(directory.events)
+        self._trackers = trackers(run, directory, progress.say, first_step=first_step)
+        self.rows: list[Row] = [row for row in _read_rows(directory) if row["step"] < first_step]
+        self.evaluations: dict[int, Row] = {
+            event["step"]: event["scores"] for event in read_events(directory.events) if event["kind"] == "evaluation"
+        }
+        self._written = 0.0
+        self._alarms: set[str] = set()
+        self._drafting = Notice()
+        self._loop_started = 0.0
+        self._earlier_seconds = self.rows[-1]["loop_seconds"] if self.rows else 0.0
+        self._generated = Counter[str]()
+        """Tokens of each engine since it was started."""
+        self._generated_before = self.rows[-1]["generated_tokens"] if self.rows else 0
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._events.write(kind, **fields)
+
+    def span(self, kind: str, start: float, **fields: Any) -> None:
+        self._events.write(kind, start=start, **fields)
+
+    def begin(self) -> None:
+        self._loop_started = time.time()
+        self.event("loop_started")
+
+    def end(self) -> None:
+        self.event("loop_ended")
+        self.write_metrics()
+
+    @property
+    def loop_seconds(self) -> float:
+        """Time spent in the training loop, evaluations left out, over every attempt of the run."""
+        return self._earlier_seconds + time.time() - self._loop_started
+
+    async def step(
+        self,
+        step: int,
+        report: StepReport,
+        pace: Decision,
+        published: Published | None,
+        done: Sequence[Accumulated],
+        waited: float,
+        fleet: Fleet,
+    ) -> None:
+        """Take down one step, published or not; the buffer and the engines are asked for their state once."""
+        engines = await self._stats(fleet)
+        stats = list(engines.values())
+        ledger = await fleet.buffer.ledger()
+        row: Row = {
+            "step": step,
+            "version": report.version,
+            "time": time.time(),
+            "loop_seconds": self.loop_seconds,
+            "samples": report.samples,
+            "tokens": report.tokens,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "skipped": report.skipped,
+            **report.figures,
+            "shares": msgspec.to_builtins(report.shares),
+            **_trained(done),
+            "wait_seconds": waited,
+            "effective_staleness": pace.effective_staleness,
+            "publish_every": pace.publish_every,
+            "sync_seconds": published.seconds if published else 0.0,
+            "reprefilled_tokens": published.reprefilled_tokens if published else 0,
+            "generated_tokens": self._generated_before + self._generated.total(),
+            "replicas": len(stats),
+            "running": sum(s.running for s in stats),
+            "waiting": sum(s.waiting for s in stats),
+            "engines": _engines(engines),
+            **_drafting(stats),
+            **{f"reward_{name}": value for name, value in msgspec.structs.asdict(await fleet.reward.stats()).items()},
+            "resident_bytes": self._memory(),
+            "drafter": msgspec.to_builtins(fleet.drafter.status) if fleet.drafter is not None else None,
+            "in_flight": ledger.in_flight,
+            "buffered": ledger.buffered,
+            "dropped": sum(ledger.dropped.values()),
+        }
+        self._trackers.step(row, self.rows[-1] if self.rows else None)
+        self.rows.append(row)
+        if len(self.rows) > ENGINE_ROWS:
+            self.rows[-ENGINE_ROWS - 1]["engines"] = None
+        self._progress.step(row)
+        self._warn(report)
+        if off := report.off_policy:
+            ratios = [round(ratio, 4) for ratio in off.log_ratio]
+            self.event("off_policy", step=step, group=off.group, sample=off.sample, log_ratio=ratios)
+        self._tell_drafting(stats)
+        if time.time() - self._written > max(METRICS_SECONDS, ROW_SECONDS * len(self.rows)):
+            self.write_metrics()
+
+    def _memory(self) -> dict[str, int] | None:
+        """Of the processes that the actors had when they were placed; nothing of those on other machines."""
+        roles = self._directory.actors
+        if self._run.cluster not in HERE or not roles.exists():
+            return None
+        return resident_bytes(msgspec.json.decode(roles.read_bytes()))
+
+    async def _stats(self, fleet: Fleet) -> dict[str, EngineStats]:
+        """Of the engines that answer; the count of one that was started again begins anew."""
+        found: dict[str, EngineStats] = {}
+        for name, rollout in list(fleet.engines.items()):
+            with suppress(ActorError):
+                found[name] = await rollout.stats()
+                self._count(name, found[name])
+        return found
+
+    async def learned(self, fleet: Fleet) -> None:
+        """What the engines have measured about drafting, for those that come after them."""
+        if isinstance(self._run.drafter, NoDrafter):
+            return
+        found: dict[str, list[Range]] = {}
+        for name, rollout in list(fleet.engines.items()):
+            with suppress(ActorError):
+                found[name] = await rollout.learned()
+        if any(found.values()):
+            replace(self._directory.speculation, msgspec.json.encode(found))
+
+    def _count(self, name: str, stats: EngineStats) -> None:
+        if stats.generated_tokens < self._generated[name]:
+            self._generated_before += self._generated[name]
+        self._generated[name] = stats.generated_tokens
+
+    def _say(self, text: str) -> None:
+        """To whoever looks at the terminal, now, or at a tracker, later."""
+        self._progress.say(text)
+        self._trackers.note(text)
+
+    def _warn(self, report: StepReport) -> None:
+        """Say an alarm when it begins, not in every step that it lasts."""
+        if report.skipped:
+            self.event("step_skipped", version=report.version, fault=report.fault)
+            self._say(f"step {report.version} was skipped, the weights stay: {report.fault}")
+        alarms = {text.partition("=")[0]: text for text in report.alarms}
+        for name in alarms.keys() - self._alarms:
+            self.event("alarm", version=report.version, figure=name, text=alarms[name])
+            self._say(f"alarm at step {report.version}: {alarms[name]}")
+        self._alarms = set(alarms)
+
+    def _tell_drafting(self, stats: Sequence[EngineStats]) -> None:
+        for text in self._drafting.changes(arm for found in stats for arm in found.speculation):
+            self.event("drafting", text=text)
+            self._say(text)
+
+    def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
+        self.evaluations[steps_done] = {name: getattr(scores, name) for name in scores.__struct_fields__}
+        self.span("evaluation", start, step=steps_done, scores=scores)
+        self._loop_started += time.time() - start
+        self._progress.evaluation(steps_done, scores)
+        self._trackers.evaluation(steps_done, self.evaluations[steps_done])
+
+    def lost(self, engine: str, reason: str) -> None:
+        """An engine died, and is brought back."""
+        self.event("engine_lost", engine=engine, reason=reason)
+        self._say(f"{engine} died and is started again; its answers go on elsewhere")
+
+    def resized(self, size: int, wanted: int, reason: str) -> None:
+        """The elastic pool is to have another size."""
+        self.event("pool_resized", size=size, wanted=wanted, reason=reason)
+        self._say(f"{'more' if wanted > size else 'fewer'} engines, {size} -> {wanted}: {reason}")
+
+    def left(self, engine: str, stats: EngineStats | None) -> None:
+        """An engine goes; what it generated stays in the count."""
+        if stats is not None:
+            self._count(engine, stats)
+
+    def restart(self, reason: str) -> None:
+        """An actor died that the run cannot do without."""
+        self.event("restart", reason=reason)
+        self._say(f"{reason.splitlines()[0]}: the run starts again from its last checkpoint")
+
+    def fp8_left(self, reason: str) -> None:
+        self.event("fp8_left", reason=reason)
+        self._say(f"{reason}: the run starts again from its last checkpoint, without FP8")
+
+    def drafter_lost(self, reason: str) -> None:
+        self.event("drafter_lost", reason=reason)
+        self._say("the drafter died; engines keep the last head, and the run goes on")
+
+    def drafter(self, version: int) -> None:
+        self.event("drafter_published", version=version)
+
+    def write_metrics(self) -> None:
+        if self.rows:
+            sink = io.BytesIO()
+            columns = dict.fromkeys(name for row in self.rows for name in row)  # some figures are not in every step
+            pq.write_table(pa.table({name: [row.get(name) for row in self.rows] for name in columns}), sink)
+            replace(self._directory.metrics, sink.getvalue())
+        self._written = time.time()
+
+    def close(self) -> None:
+        self.write_metrics()
+        if lost := self._trackers.close():
+            self.event("tracking_lost", records=lost)
+        self._events.close()
+
+
+def _trained(done: Sequence[Accumulated]) -> Row:
+    """Of the samples that the step was made of."""
+    rewards = [reward for part in done for reward in part.rewards]
+    staleness = [age for part in done for age in part.staleness]
+    lengths = [length for part in done for length in part.lengths]
+    return {
+        "reward": sum(rewards) / len(rewards),
+        **reward_parts(parts for part in done for parts in part.parts),
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        "length_mean": sum(lengths) / len(lengths),
+        "length_max": max(lengths),
+        "train_seconds": sum(part.seconds for part in done),
+        "first_work": min(part.started for part in done),
+        "first_wave_finished": max(part.first_wave_finished for part in done),
+    }
+
+
+def _engines(stats: Mapping[str, EngineStats]) -> Row:
+    """A list for each figure, which is written faster than an object for each engine."""
+    figures = {name: [getattr(found, name) for found in stats.values()] for name in ENGINE_FIGURES}
+    return {"engine": list(stats), **figures}
+
+
+def _drafting(stats: Sequence[EngineStats]) -> Row:
+    arms = [arm for found in stats for arm in found.speculation]
+    return {
+        "drafts": sum(s.drafts for s in stats),
+        "drafted_tokens": sum(s.drafted_tokens for s in stats),
+        "accepted_tokens": sum(sum(s.accepted_by_position) for s in stats),
+        "accepted_by_position": _added(s.accepted_by_position for s in stats),
+        "speculation_net_gain": net_gain(arms),
+        "speculation": [msgspec.structs.asdict(arm) for arm in arms],
+    }
+
+
+def _added(columns: Iterable[tuple[int, ...]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*columns, fillvalue=0)]
+
+
+def _read_rows(directory: RunDirectory) -> list[Row]:
+    return read_table(directory.metrics).to_pylist() if directory.metrics.exists() else []

@@ -1,0 +1,151 @@
+"""What the driver knows of its actors: asks them from time to time, remembers who answered, and draws the picture."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from actors.runtime import health_probe
+from actors.runtime.call_tracing import Calls
+from asyncrl.config import Run
+from asyncrl.errors import ActorError
+from asyncrl.observe.diagnosis.activity import look
+from asyncrl.observe.diagnosis.explain import STARTING
+from asyncrl.observe.diagnosis.snapshot import ActorView, Health, Picture, Situation
+from asyncrl.system import processes
+
+DUMPED = 4
+"""Most actors whose stacks are taken."""
+
+
+class Observer:
+    """Used by one thread, the watchdog's. No method takes much longer than the time it is given."""
+
+    def __init__(self, run: Run, calls: Calls, ask_s: float) -> None:
+        self._run = run
+        self._calls = calls
+        self._ask_s = ask_s
+        self._heard: dict[str, float] = {}
+        self._said: dict[str, Situation] = {}
+        self._answered: set[str] = set()
+        """Those who did when they were last asked."""
+        self._dead: set[str] = set()
+        self._stepped: dict[str, tuple[int, float]] = {}
+        self._completed = self._evaluated = 0
+        self._dropped_before: Counter[str] = Counter()
+
+    @property
+    def starting(self) -> bool:
+        """Something is being placed, started or loaded, which has a longer limit."""
+        return any(call.method in STARTING for call in self._calls.open)
+
+    def begin(self) -> None:
+        """A new attempt counts anew."""
+        self._completed = self._evaluated = 0
+
+    def poll(self) -> str:
+        """Ask everybody; returns what has been achieved since the last time, or nothing."""
+        answers = health_probe.ask(self._calls.actors.copy(), look, self._ask_s)
+        now = time.monotonic()
+        self._answered = set(answers)
+        for name, said in answers.items():
+            self._dead.discard(name)
+            if isinstance(said, ActorError):
+                self._dead.add(name)
+                continue
+            self._heard[name], self._said[name] = now, said
+            if self._stepped.get(name, (-1, now))[0] != said.steps:
+                self._stepped[name] = said.steps, now
+        return self._achieved()
+
+    def _achieved(self) -> str:
+        completed = max((said.completed for said in self._said.values()), default=0)
+        evaluated = sum(said.evaluated for said in self._said.values())
+        news = ""
+        if completed > self._completed:
+            self._completed, news = completed, "a complete group"
+        if evaluated > self._evaluated:
+            news = "a held-out answer"
+        self._evaluated = evaluated  # fewer than before when an engine was started again
+        return news
+
+    def progressed(self) -> None:
+        """What was dropped before explains nothing later."""
+        self._dropped_before = self._dropped()
+
+    def _dropped(self) -> Counter[str]:
+        return sum((Counter(said.dropped) for said in list(self._said.values())), Counter[str]())
+
+    def silent(self, seconds: float) -> dict[str, ActorView]:
+        """Those who have not answered for so long."""
+        now = time.monotonic()
+        late = [name for name, heard in self._heard.items() if now - heard > seconds]
+        return {name: self._view(name, set(), now) for name in late if name in self._calls.actors}
+
+    def picture(self, idle_s: float, last_progress: str, *, driver_blocked: bool) -> Picture:
+        taking = health_probe.taking_calls(self._calls.actors.copy(), self._ask_s)
+        now = time.monotonic()
+        names = [name for name in self._calls.actors.copy() if name in self._said or name in self._dead]
+        return Picture(
+            idle_s=idle_s,
+            last_progress=last_progress,
+            calls=self._calls.open,
+            actors={name: self._view(name, taking, now, driver_blocked=driver_blocked) for name in names},
+            ended=self._ended(),
+            dropped=dict(self._dropped() - self._dropped_before),
+            driver_blocked=driver_blocked,
+            driver_at=processes.main_thread_at(),
+            group_timeout_s=self._run.flow.group_timeout_s,
+            reward_function=self._run.reward.function,
+        )
+
+    def _ended(self) -> dict[int, str]:
+        oldest = [said.buffer.oldest_group for said in self._said.values() if said.buffer is not None]
+        by = {group: self._calls.returned(group) for group in oldest if group is not None}
+        return {group: name for group, name in by.items() if name is not None}
+
+    def _view(self, name: str, taking: set[str], now: float, *, driver_blocked: bool = False) -> ActorView:
+        said, heard = self._said.get(name), self._heard.get(name, now)
+        view = ActorView(name=name, said=said, silent_s=0.0 if name in self._answered else now - heard)
+        if name in self._dead or said is None:
+            return msgspec.structs.replace(view, health="dead")
+        process = processes.state(said.pid) if said.place == processes.place() else ""
+        health: Health = "answers"
+        if process == "stopped":
+            health = "stopped"
+        elif process == "ended":
+            health = "dead"
+        elif name not in self._answered:
+            health = "silent"
+        elif name not in taking and (driver_blocked or health_probe.is_apart(self._calls.actors[name])):
+            health = "busy"
+        still = now - self._stepped.get(name, (0, now))[1]
+        return msgspec.structs.replace(view, health=health, process=process, still_s=still)
+
+    def stacks(self, suspects: Iterable[str], picture: Picture) -> dict[str, str]:
+        """Of the driver, of the suspects, and of the reward function if it is at work."""
+        found = {"driver": processes.stacks_from_inside()}
+        for name in [name for name in suspects if name in picture.actors][:DUMPED]:
+            said = picture.actors[name].said
+            if said is None:
+                continue
+            if health_probe.is_apart(self._calls.actors.get(name)):
+                found[name] = self._stack(name, said)
+            for judging in said.judging[:1]:
+                found[f"reward function (process {judging.pid})"] = self._outside(judging.pid, said.place)
+        return found
+
+    def _stack(self, name: str, said: Situation) -> str:
+        stack = self._outside(said.pid, said.place)
+        if not stack.startswith("("):
+            return stack
+        inside = health_probe.ask({name: self._calls.actors[name]}, _stacks, self._ask_s).get(name)
+        return f"{stack}\n{inside}" if isinstance(inside, str) else f"{stack}\n(and it does not answer)"
+
+    def _outside(self, pid: int, place: str) -> str:
+        return processes.stack_from_outside(pid) if place == processes.place() else "(it is on another machine)"
+
+
+def _stacks(_: object) -> str:
+    return processes.stacks_from_inside()

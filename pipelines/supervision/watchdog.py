@@ -1,0 +1,210 @@
+"""No progress for `flow.stall_timeout_s` ends the run with one sentence that says why.
+
+A thread, as the event loop itself may be what hangs. It asks every actor a cheap question from time to time; when no
+group was completed, no step taken, no version published and no held-out prompt answered for too long, it draws the
+picture, explains it, writes `stall.txt` and `stall.json`, and ends the run: the actors that hang are killed, the others
+close in good order. If that takes too long as well, or an interrupted run does not end, it ends the process.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.markup import escape
+
+from actors.runtime import health_probe
+from actors.runtime.call_tracing import Calls, WatchedSpawner
+from actors.runtime.spawn import Spawner
+from asyncrl.config import Run
+from asyncrl.errors import StallError
+from asyncrl.observe.diagnosis import report
+from asyncrl.observe.diagnosis.explain import explain
+from asyncrl.observe.diagnosis.snapshot import Explanation, Picture
+from asyncrl.system.run_directory import RunDirectory
+from pipelines.supervision.observer import Observer
+
+T = TypeVar("T")
+PROGRESS = {
+    "spawn": "the start of {}",
+    "start": "the start of {}",
+    "restore": "a checkpoint loaded by the {}",
+    "take": "a delivery of groups",
+    "accumulate": "a forward and backward",
+    "step": "an update",
+    "save": "a checkpoint of the {}",
+    "load_weights": "a version acknowledged by {}",
+    "evaluate": "an evaluation by {}",
+}
+"""Calls whose end is progress, and how that is told."""
+STARTING_S = 900.0
+"""Least limit while actors are placed and engines load their models."""
+BACKSTOP_S = 60.0
+"""Added to the deadline of single waits, so that the watchdog, which knows more, comes first."""
+ASK_S = 5.0
+CLOSE_S = 15.0
+"""For the actors that still answer to close."""
+END_S = 45.0
+"""For the whole process to end."""
+INTERRUPTED = 130
+"""Exit code after SIGINT."""
+
+
+def backstop(run: Run) -> float:
+    """Deadline of a wait inside an actor."""
+    return run.flow.stall_timeout_s + BACKSTOP_S
+
+
+class Watchdog:
+    """Context manager around a run; `over` makes a spawner whose actors are watched, `guard` runs the pipeline."""
+
+    def __init__(
+        self,
+        run: Run,
+        directory: RunDirectory,
+        say: Callable[[str], None],
+        record: Callable[[str, dict[str, Any]], None],
+        at_exit: Callable[[str, str], object],
+    ) -> None:
+        """`record` takes down events; `at_exit` is told status and error before the process is ended the hard way."""
+        self._directory, self._say, self._record, self._at_exit = directory, say, record, at_exit
+        self._limit_s = run.flow.stall_timeout_s
+        self._calls = Calls(self._ended)
+        self._ask_s = min(ASK_S, self._limit_s / 4)
+        self._observer = Observer(run, self._calls, self._ask_s)
+        self._last = ("the start", time.monotonic())
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Future[None] | None = None
+        self._verdict: Explanation | None = None
+        self._hung: list[str] = []
+        self._leave_by: float | None = None
+        """When the process of an interrupted run has to be gone."""
+        self._told: set[str] = set()
+        self._looking = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        report.clear(self._directory.path)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(END_S)
+
+    def over(self, spawner: Spawner) -> Spawner:
+        return WatchedSpawner(spawner, self._calls)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the pipeline; StallError if it makes no progress."""
+        self._loop = asyncio.get_running_loop()
+        self._end = self._loop.create_future()
+        self._observer.begin()
+        self.progress("the start")
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._leave_by = time.monotonic() + END_S
+            raise
+        finally:
+            self._loop = None
+            if not task.done():
+                task.cancel()
+                self._kill_hung()
+                await asyncio.wait({task}, timeout=CLOSE_S)
+            with self._looking:  # the cluster must not go away in the middle of a question
+                pass
+        if self._verdict is not None:
+            raise StallError(self._verdict.sentence)
+        return task.result()
+
+    def progress(self, what: str) -> None:
+        self._last = what, time.monotonic()
+        self._observer.progressed()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _ended(self, actor: str, method: str) -> None:
+        if method in PROGRESS:
+            self.progress(PROGRESS[method].format(actor))
+
+    def _watch(self) -> None:
+        interval = min(10.0, self._limit_s / 8)
+        before = time.monotonic()
+        while not self._over.wait(interval):
+            if (late := time.monotonic() - before - interval) > max(1.0, interval):
+                self._last = self._last[0], self._last[1] + late  # this very process was stopped, or the machine slept
+            if self._leave_by is not None and time.monotonic() > self._leave_by:
+                self._leave("interrupted", f"KeyboardInterrupt: not everything ended within {END_S:g} s", INTERRUPTED)
+            with self._looking:
+                stall = self._look() if self._loop is not None else None
+            if stall is not None:
+                self.end(stall[0], hopeless=stall[1].driver_blocked)
+            before = time.monotonic()
+
+    def _look(self) -> tuple[Explanation, Picture] | None:
+        if news := self._observer.poll():
+            self.progress(news)
+        self._tell_silent()
+        limit_s = max(self._limit_s, STARTING_S) if self._observer.starting else self._limit_s
+        what, at = self._last
+        return self._stall(what, at) if time.monotonic() - at >= limit_s else None
+
+    def _tell_silent(self) -> None:
+        """Say once who does not answer, also while the run can go on without them."""
+        silent = self._observer.silent(self._limit_s / 2)
+        for name in silent.keys() - self._told:
+            view = silent[name]
+            how = "is stopped (SIGSTOP)" if view.health == "stopped" else "does not answer"
+            self._record("silent", {"actor": name, "health": view.health, "seconds": view.silent_s})
+            self._say(f"{name} {how}; the run goes on as long as it can")
+        self._told = set(silent)
+
+    def _stall(self, what: str, at: float) -> tuple[Explanation, Picture] | None:
+        picture = self._observer.picture(time.monotonic() - at, what, driver_blocked=self._driver_blocked())
+        if self._last != (what, at):  # it was only slow
+            return None
+        explanation = explain(picture)
+        stacks = self._observer.stacks(explanation.suspects, picture)
+        try:
+            report.write(self._directory.path, explanation, picture, stacks)
+            self._record("stall", {"sentence": explanation.sentence, "chain": explanation.chain})
+        except OSError as error:
+            self._say(f"what follows could not be written into {self._directory.path}: {error}")
+        self._say(escape(report.render(explanation, stacks)))
+        self._hung = [view.name for view in picture.actors.values() if view.health != "answers"]
+        return explanation, picture
+
+    def _driver_blocked(self) -> bool:
+        answered = threading.Event()
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(answered.set)
+        return not answered.wait(self._ask_s)
+
+    def end(self, explanation: Explanation, *, hopeless: bool) -> None:
+        """Stop the pipeline, or, where that is `hopeless` or takes too long, the process."""
+        self._verdict = explanation
+        if (loop := self._loop) is not None and self._end is not None:
+            with suppress(RuntimeError):  # the run has ended in this very moment
+                loop.call_soon_threadsafe(self._end.set_result, None)
+        if not self._over.wait(0.0 if hopeless else END_S):
+            self._leave("failed", f"StallError: {explanation.sentence}", StallError.exit_code)
+
+    def _leave(self, status: str, error: str, code: int) -> None:
+        self._at_exit(status, error)
+        print(f"asyncrl: {error.partition(': ')[2]}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _kill_hung(self) -> None:
+        for name in self._hung:
+            health_probe.kill(self._calls.actors[name])

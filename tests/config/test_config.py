@@ -1,0 +1,126 @@
+"""What settings are accepted, and what a refused one is told."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from asyncrl.config.errors import did_you_mean
+from asyncrl.config.run import Run, WarmStart, load
+from asyncrl.errors import ConfigError
+
+
+def refusal(raw: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(raw)
+    return str(caught.value)
+
+
+def structs(info: inspect.Type) -> Iterator[inspect.StructType]:
+    for member in info.types if isinstance(info, inspect.UnionType) else (info,):
+        if isinstance(member, inspect.StructType):
+            yield member
+            for field in member.fields:
+                yield from structs(field.type)
+
+
+def test_empty_config_is_the_default_run() -> None:
+    assert load({}) == Run()
+
+
+def test_round_trip() -> None:
+    run = Run(name="x", seed=3, model=WarmStart(layers=2))
+    assert load(msgspec.to_builtins(run)) == run
+
+
+def test_every_struct_is_frozen_and_refuses_unknown_fields() -> None:
+    for struct in structs(inspect.type_info(Run)):
+        assert struct.forbid_unknown_fields, struct.cls
+        assert struct.cls.__struct_config__.frozen, struct.cls
+
+
+def test_derived_numbers() -> None:
+    run = load({"max_staleness": 2, "flow": {"groups_per_step": 32}, "rollout": {"group_size": 8}})
+    assert run.samples_per_step == 256
+    assert run.capacity_groups == 96
+    assert load({"max_staleness": 0}).capacity_groups == Run().flow.groups_per_step
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"trainr": {"lr": 1}}, "unknown key trainr: did you mean trainer?"),
+        ({"trainer": {"lrr": 1}}, "unknown key trainer.lrr: did you mean trainer.lr?"),
+        ({"lr": 1}, "unknown key lr: did you mean drafter.training.lr or model.lr or trainer.lr?"),
+        ({"engine": {"type": "fake", "prefill_chunk": 8}}, "unknown key engine.prefill_chunk: known here: max_batch"),
+        ({"max_staleness": -1}, "max_staleness=-1: expected `int` >= 0"),
+        ({"trainer": {"lr": 0}}, "trainer.lr=0: expected `float` > 0.0"),
+        ({"trainer": {"lr": float("nan")}}, "trainer.lr=nan: expected `float` > 0.0"),
+        ({"seed": "one"}, "seed=one: expected `int`, got `str`"),
+        ({"trainer": 5}, "trainer=5: expected `object`, got `int`"),
+        ({"rollout": {"on_update": "drop"}}, "use one of keep, recompute"),
+        ({"engine": {"type": "fak"}}, "engine.type=fak: invalid value 'fak'; use one of native, vllm, fake"),
+        ({"engine": {"max_batch": 3}}, "engine.type is required"),
+        ({"model": {"type": "checkpoint"}}, "model.path is required: give it as model.path=VALUE"),
+        ({"name": 42}, "quote text that looks like a number: name='\"42\"'"),
+        ({"name": "../x"}, "name='../x' must be a plain directory name"),
+        ({"name": ""}, "name='' must be a plain directory name"),
+        ({"flow": {"groups_per_take": 9, "groups_per_step": 8}}, "lower flow.groups_per_take"),
+        ({"flow": {"max_ready_groups": 7, "groups_per_step": 8}}, "a step could never be filled"),
+        (
+            {"engine": {"type": "vllm"}, "drafter": {"type": "eagle3", "training": {"source": "rollout"}}},
+            "gives hidden states as it decodes, and not engine=vllm; use drafter.training.source=trainer",
+        ),
+        (
+            {
+                "engine": {"type": "native", "device": "cuda"},
+                "drafter": {"type": "eagle", "training": {"source": "both"}},
+            },
+            "drafter.training.source=both: only engine=native on a CPU",
+        ),
+    ],
+)
+def test_refusals_name_field_value_and_way_out(raw: dict[str, Any], said: str) -> None:
+    assert said in refusal(raw)
+
+
+def test_all_unknown_keys_are_told_at_once() -> None:
+    assert refusal({"sed": 1, "trainer": {"l": 1, "lr": 1e-3}, "engine": {"type": "fake", "sigm": 1}}).splitlines() == [
+        "unknown key sed: did you mean seed?",
+        "unknown key trainer.l: did you mean trainer.lr?",
+        "unknown key engine.sigm: did you mean engine.sigma?",
+    ]
+
+
+def test_did_you_mean_lists_all_when_nothing_is_near() -> None:
+    assert did_you_mean("zebra", ["b", "a"]) == "known here: a, b"
+    assert did_you_mean("fak", ["native", "fake"]) == "did you mean fake?"
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize("path", list(leaves(msgspec.to_builtins(Run()))))
+def test_a_wrong_type_anywhere_is_refused_with_its_path(path: str) -> None:
+    tree: dict[str, Any] = msgspec.to_builtins(Run())
+    *above, last = path.split(".")
+    place = tree
+    for key in above:
+        place = place[key]
+    wrong = "wrong" if isinstance(place[last], list | tuple) else ["wrong"]
+    place[last] = wrong
+    assert refusal(tree).startswith(f"{path}={wrong}: ")
+
+
+def test_a_wrong_item_of_a_list_is_refused_with_its_place() -> None:
+    rejections = [{"measure": "k3", "over": "mean", "high": 0.01}, {"measure": "k9", "over": "mean", "high": 1}]
+    said = refusal({"correction": {"type": "importance", "reject": rejections}})
+    assert said.startswith("correction.reject[1].measure=k9: invalid enum value")
+    assert "use one of" in said

@@ -1,0 +1,170 @@
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.buffer.payloads import SCHEMA_HASH
+from asyncrl.data import arrow
+from asyncrl.data.arrow import PARTED, SCHEMA, decode, encode, read_row, read_table
+from asyncrl.data.reward_parts import NAME
+from asyncrl.types import GIVEN, Segment, Slot, Trajectory
+from tests.support.buffer_stores import payload, trajectory
+
+int32 = st.integers(0, 2**31 - 1)
+logprob = st.floats(width=32, allow_nan=False, allow_infinity=False)
+number = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    tokens = draw(st.lists(int32, min_size=1, max_size=20))
+    version = draw(st.integers(GIVEN, 5))
+    if version == GIVEN:
+        return Segment.given(tokens)
+    return Segment.sampled(tokens, draw(st.lists(logprob, min_size=len(tokens), max_size=len(tokens))), version)
+
+
+trajectories = st.builds(
+    Trajectory,
+    slot=st.builds(Slot, st.integers(0, 2**63 - 1), int32),
+    prompt=st.text(),
+    segments=st.lists(segments(), min_size=1, max_size=6).map(tuple),
+    reward=number,
+    finish=st.sampled_from(["stop", "length", "abort"]),
+    started=number,
+    finished=number,
+    engine=st.text(),
+    precision=st.text(),
+    parts=st.dictionaries(st.from_regex(NAME, fullmatch=True), number, max_size=3),
+)
+
+
+def one_segment_per_run(item: Trajectory) -> bool:
+    return all(a.version != b.version for a, b in zip(item.segments, item.segments[1:], strict=False))
+
+
+@given(trajectories.filter(one_segment_per_run))
+def test_round_trip_is_exact(item: Trajectory) -> None:
+    assert decode(encode(item)) == item
+
+
+@given(trajectories)
+def test_neighbours_of_one_version_become_one_segment_and_no_token_changes(item: Trajectory) -> None:
+    back = decode(encode(item))
+    assert one_segment_per_run(back)
+    assert np.array_equal(back.tokens, item.tokens)
+    assert np.array_equal(back.versions, item.versions)
+    assert back.logprobs.tobytes() == item.logprobs.tobytes()
+    row = read_row(encode(item))
+    assert (row.sampled_tokens, row.oldest_version) == (item.sampled_tokens, item.oldest_version)
+
+
+without_parts = trajectories.map(lambda item: msgspec.structs.replace(item, parts={}))
+
+
+def written_by_arrow(item: Trajectory) -> bytes:
+    row = {
+        "group": item.slot.group,
+        "sample": item.slot.sample,
+        "prompt": item.prompt,
+        "engine": item.engine,
+        "precision": item.precision,
+        "finish": item.finish,
+        "reward": item.reward,
+        "started": item.started,
+        "finished": item.finished,
+        "tokens": item.tokens,
+        "logprobs": item.logprobs,
+        "versions": item.versions,
+    }
+    return pa.RecordBatch.from_pylist([row], schema=SCHEMA).serialize().to_pybytes()
+
+
+@given(without_parts)
+def test_payloads_are_what_arrow_writes_and_both_ways_to_read_them_agree(item: Trajectory) -> None:
+    payload = encode(item)
+    assert payload == written_by_arrow(item)
+    found, arrows = arrow.read(payload), arrow.fields(arrow.read_batch(payload))
+    assert found is not None
+    assert [np.array_equal(mine, its) for mine, its in zip(found, arrows, strict=True)] == [True] * len(found)
+
+
+@given(without_parts, st.data())
+def test_a_payload_with_another_byte_reads_as_arrow_reads_it(item: Trajectory, data: st.DataObject) -> None:
+    payload = bytearray(encode(item))
+    payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    if (found := arrow.read(bytes(payload))) is not None:
+        arrows = arrow.fields(arrow.read_batch(bytes(payload)))
+        assert found[:3] == arrows[:3]
+        assert np.array_equal(found.numbers, arrows.numbers, equal_nan=True)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found[4:7], arrows[4:7], strict=True))
+
+
+def test_table_has_the_written_columns() -> None:
+    table = read_table([payload(7, 0, version=3, tokens=2), payload(7, 1, version=4, tokens=1)])
+    assert table.schema.names == PARTED.names
+    assert table.column("group").to_pylist() == [7, 7]
+    assert table.column("tokens").to_pylist() == [[7, 0, 0, 1], [7, 1, 0]]
+    assert table.column("versions").to_pylist() == [[-1, -1, 3, 3], [-1, -1, 4]]
+    assert table.column("logprobs").to_pylist() == [[0, 0, -0.25, -0.25], [0, 0, -0.25]]
+
+
+def test_an_answer_without_parts_is_stored_as_before_there_were_any() -> None:
+    """So a directory of those days is read, resumed and checked, and where there are no parts they cost nothing."""
+    assert SCHEMA_HASH.hex() == "c1b9525a0205b0650fe274feebfbe2a1"
+    assert len(SCHEMA) == 12
+    plain = payload(3, 1)
+    assert pa.ipc.read_record_batch(pa.py_buffer(plain), SCHEMA).serialize().to_pybytes() == plain
+    assert decode(plain).parts == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"reward": float("nan")}, "must be finite"),
+        ({"finished": float("inf")}, "must be finite"),
+        ({"parts": {"format": float("nan")}}, "parts="),
+        ({"parts": {"Bad name": 1.0}}, "finite numbers under names"),
+        ({"parts": {f"part_{i}": 1.0 for i in range(33)}}, "1 to 32 finite numbers"),
+        ({"finish": "tired"}, "finish='tired'"),
+        ({"slot": Slot(-1, 0)}, "must not be negative"),
+        ({"segments": ()}, "0 tokens"),
+        ({"segments": (Segment.sampled([1], [float("nan")], 0),)}, "log-probabilities must be finite"),
+        ({"segments": (Segment.sampled([1], [-0.5], -2),)}, "versions must be"),
+        ({"segments": (Segment.given([-5]),)}, "token ids"),
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        decode(encode(msgspec.structs.replace(trajectory(3, 1), **change)))
+
+
+def test_a_given_token_with_a_log_probability_is_refused() -> None:
+    row = {**read_table([payload(0, 0, tokens=1)]).to_pylist()[0], "logprobs": [0.5, 0.0, -0.25]}
+    with pytest.raises(ValueError, match="given tokens carry"):
+        decode(pa.RecordBatch.from_pylist([row], SCHEMA).serialize().to_pybytes())
+
+
+def test_nulls_and_uneven_lists_are_refused() -> None:
+    nullable = pa.schema([field.with_nullable(True) for field in SCHEMA])
+    row = read_table([payload(0, 0)]).to_pylist()[0]
+    for change in ({"prompt": None}, {"tokens": None}, {"tokens": [1]}, {"versions": [None] * 7}):
+        batch = pa.RecordBatch.from_pylist([{**row, **change}], nullable)
+        with pytest.raises(ValueError, match=r"holds no nulls|do not match"):
+            decode(batch.serialize().to_pybytes())
+
+
+@given(st.data())
+def test_damaged_payloads_never_crash_or_pass_as_something_odd(data: st.DataObject) -> None:
+    parts = data.draw(st.sampled_from([{}, {"format": 0.5}]))
+    raw = bytearray(encode(msgspec.structs.replace(trajectory(1, 1), parts=parts)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    try:
+        item = decode(cut)
+    except ValueError:
+        return
+    assert len(item.tokens) == len(item.logprobs) == len(item.versions) > 0

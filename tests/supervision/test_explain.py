@@ -1,0 +1,215 @@
+"""From hand-made pictures to sentences: one for each way in which a run can stand still."""
+
+import msgspec
+import pytest
+
+from asyncrl.observe.diagnosis.explain import explain
+from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Doing, Judging, Picture, SampleAt, Situation
+from asyncrl.types import BufferStatus
+
+
+def said(**fields: object) -> Situation:
+    return msgspec.convert({"pid": 7, "place": "here", "last_event": "x", "last_event_s": 2.0, **fields}, Situation)
+
+
+def buffer(**fields: object) -> ActorView:
+    status = {"step": 3, "version": 3, "taken": 1, "complete": 0, "incomplete": 2, "bytes": 0, "replaying": False}
+    found = msgspec.convert({**status, **fields}, BufferStatus)
+    return ActorView(name="buffer", said=msgspec.structs.replace(said(), buffer=found))
+
+
+def picture(*actors: ActorView, calls: tuple[Call, ...], **fields: object) -> Picture:
+    given = {"idle_s": 64.0, "last_progress": "an update", "group_timeout_s": 300.0, "reward_function": "my.py:f"}
+    return Picture(calls=calls, actors={view.name: view for view in actors}, **(given | fields))
+
+
+TAKE = Call(actor="buffer", method="take", seconds=64)
+GENERATE = Call(actor="rollout-2", method="generate", seconds=70, slots=((81, 2), (81, 3)))
+MISSING = buffer(oldest_group=81, missing=(3,))
+LOAD = Call(actor="rollout-2", method="load_weights", seconds=60)
+ACCUMULATE = Call(actor="trainer", method="accumulate", seconds=64)
+ADMIT = Call(actor="buffer", method="admit", seconds=64)
+
+
+def rollout(stage: str = "", health: str = "answers", silent_s: float = 0.0, **fields: object) -> ActorView:
+    samples = (SampleAt(81, 3, stage, 64.0),) if stage else ()
+    found = msgspec.structs.replace(said(running=3, waiting=1), samples=samples, num_samples=len(samples), **fields)
+    return ActorView(name="rollout-2", health=health, silent_s=silent_s, process="sleeps", still_s=62, said=found)
+
+
+CASES = {
+    "a rollout is stopped": (
+        picture(MISSING, rollout("generate", "stopped", 64), calls=(GENERATE, ADMIT, TAKE)),
+        "trainer waits for group 81: sample 3 is on rollout-2, which is stopped (SIGSTOP) and has not answered for "
+        "64 s, last event 66 s ago: x",
+        "rollout-2",
+    ),
+    "a rollout is silent, for another reason": (
+        picture(MISSING, rollout("generate", "silent", 64), calls=(GENERATE, TAKE)),
+        "trainer waits for group 81: sample 3 is on rollout-2, which has not answered for 64 s (its process sleeps), "
+        "last event 66 s ago: x",
+        "rollout-2",
+    ),
+    "a rollout is dead": (
+        picture(MISSING, ActorView(name="rollout-2", health="dead"), calls=(GENERATE, TAKE)),
+        "trainer waits for group 81: sample 3 is on rollout-2, which is dead",
+        "rollout-2",
+    ),
+    "an engine hangs": (
+        picture(MISSING, rollout("generate"), calls=(GENERATE, TAKE)),
+        "trainer waits for group 81: sample 3 has been in generation on rollout-2 for 64 s, its engine (3 running, "
+        "1 waiting) made its last step 62 s ago, last event 2 s ago: x",
+        "rollout-2",
+    ),
+    "a sample was lost by an actor that still has its call": (
+        picture(MISSING, rollout(), calls=(GENERATE, TAKE)),
+        "trainer waits for group 81: sample 3 is on rollout-2, which answers but does not know it any more: it was "
+        "lost, last event 2 s ago: x, its group ends flow.group_timeout_s=300 s after admission",
+        "rollout-2",
+    ),
+    "a sample was lost by an actor that is done": (
+        picture(MISSING, rollout(), calls=(TAKE,), ended={81: "rollout-2"}),
+        "trainer waits for group 81: sample 3 was sent to rollout-2, which says that it is done: it was lost, its "
+        "group ends flow.group_timeout_s=300 s after admission",
+        None,
+    ),
+    "a sample was never sent": (
+        picture(MISSING, calls=(TAKE,)),
+        "trainer waits for group 81: sample 3 was sent to nobody, its group ends flow.group_timeout_s=300 s after "
+        "admission",
+        None,
+    ),
+    "the reward function hangs": (
+        picture(
+            MISSING,
+            rollout("reward"),
+            ActorView(name="reward", said=msgspec.structs.replace(said(), judging=(Judging(99, 63.0, 500.0),))),
+            calls=(GENERATE, TAKE),
+        ),
+        "trainer waits for group 81: sample 3 of rollout-2 has waited 64 s for its reward, the reward function my.py:f "
+        "(process 99) has been at one sample for 63 s of the 500 s that it may take",
+        "reward",
+    ),
+    "the reward function is stopped": (
+        picture(
+            MISSING,
+            rollout("reward"),
+            ActorView(name="reward", said=msgspec.structs.replace(said(), judging=(Judging(99, 63.0, 500.0, True),))),
+            calls=(GENERATE, TAKE),
+        ),
+        "trainer waits for group 81: sample 3 of rollout-2 has waited 64 s for its reward, the reward function my.py:f "
+        "(process 99) has been stopped (SIGSTOP) for 63 s of the 500 s that it may take",
+        "reward",
+    ),
+    "the reward actor is stopped": (
+        picture(
+            MISSING,
+            rollout("reward"),
+            ActorView(name="reward", health="stopped", silent_s=64, said=said()),
+            calls=(GENERATE, TAKE),
+        ),
+        "trainer waits for group 81: sample 3 of rollout-2 has waited 64 s for its reward, the reward actor is stopped "
+        "(SIGSTOP) and has not answered for 64 s, last event 66 s ago: x",
+        "reward",
+    ),
+    "every sample is dropped": (
+        picture(
+            MISSING, rollout("generate"), calls=(GENERATE, TAKE), idle_s=300.0, dropped={"reward_error": 9, "late": 3}
+        ),
+        "trainer waits for its next groups: 12 samples were dropped since the last progress (9 reward_error, 3 late), "
+        "so look at the reward function my.py:f",
+        "reward",
+    ),
+    "the buffer is stopped": (
+        picture(ActorView(name="buffer", health="stopped", silent_s=64, said=said()), calls=(ADMIT, TAKE)),
+        "trainer waits for its next groups: the buffer is stopped (SIGSTOP) and has not answered for 64 s, last event "
+        "66 s ago: x",
+        "buffer",
+    ),
+    "the buffer is stopped while the trainer reads from it": (
+        picture(
+            ActorView(name="trainer", said=said(doing=[Doing("reading groups for step 3", 64.0, "buffer")])),
+            ActorView(name="buffer", health="stopped", silent_s=64, said=said()),
+            calls=(ACCUMULATE,),
+        ),
+        "the run waits for the trainer to do a forward and backward: it has waited 64 s for buffer (reading groups for "
+        "step 3), which is stopped (SIGSTOP) and has not answered for 64 s, last event 66 s ago: x",
+        "buffer",
+    ),
+    "the trainer is stopped, and the buffer full": (
+        picture(
+            buffer(complete=8, refusal="memory: 90 of 100 bytes are held or promised, a group needs 20"),
+            ActorView(name="trainer", health="stopped", silent_s=64, said=said()),
+            calls=(ADMIT, ACCUMULATE),
+        ),
+        "the run waits for the trainer to do a forward and backward: it is stopped (SIGSTOP) and has not answered for "
+        "64 s, last event 66 s ago: x, meanwhile 8 complete groups wait in the buffer and no new one is admitted "
+        "(memory: 90 of 100 bytes are held or promised, a group needs 20)",
+        "trainer",
+    ),
+    "the trainer computes for ever": (
+        picture(
+            ActorView(name="trainer", health="busy", said=said(doing=[Doing("forward and backward for step 3", 64.0)])),
+            calls=(ACCUMULATE,),
+        ),
+        "the run waits for the trainer to do a forward and backward: it has been at it for 64 s (forward and backward "
+        "for step 3) and takes nothing else meanwhile",
+        "trainer",
+    ),
+    "a version is not acknowledged, and the engines wait for it": (
+        picture(
+            buffer(incomplete=0, refusal="staleness: 0 groups wait to be trained, version 3 is not published"),
+            rollout(doing=(Doing("loading version 3", 60.0),)),
+            calls=(ADMIT, LOAD, TAKE),
+        ),
+        "trainer waits for its next groups: none is being generated and none is admitted (staleness: 0 groups wait to "
+        "be trained, version 3 is not published), rollout-2 has not acknowledged the new version for 60 s, it has been "
+        "at it for 60 s (loading version 3)",
+        "rollout-2",
+    ),
+    "a version is not acknowledged by a stopped engine": (
+        picture(rollout(health="stopped", silent_s=61), calls=(LOAD,)),
+        "the run waits for a publication: rollout-2 has not acknowledged the new version for 60 s, it is stopped "
+        "(SIGSTOP) and has not answered for 61 s, last event 63 s ago: x",
+        "rollout-2",
+    ),
+    "an evaluation hangs": (
+        picture(rollout(), calls=(Call(actor="rollout-2", method="evaluate", seconds=64),)),
+        "the evaluation waits for answers: rollout-2 has worked on held-out prompts for 64 s, its engine (3 running, "
+        "1 waiting) made its last step 62 s ago, last event 2 s ago: x",
+        "rollout-2",
+    ),
+    "an actor cannot be placed": (
+        picture(calls=(Call(actor="rollout-1", method="spawn", seconds=900),)),
+        "the run waits for rollout-1 to be placed and started: that has taken 900 s (is there a free core for it?)",
+        "rollout-1",
+    ),
+    "the drafter is stopped when it has to save": (
+        picture(
+            ActorView(name="drafter", health="stopped", silent_s=64, said=said()),
+            calls=(Call(actor="drafter", method="save", seconds=64), ADMIT),
+        ),
+        "the run waits for drafter.save: drafter is stopped (SIGSTOP) and has not answered for 64 s, last event 66 s "
+        "ago: x",
+        "drafter",
+    ),
+    "the pipeline itself hangs": (
+        picture(calls=(ADMIT,), driver_blocked=True, driver_at="loss (mine.py:3)"),
+        "the run waits for no actor: its own event loop is blocked, the main thread is in loss (mine.py:3)",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_sentence(case: str) -> None:
+    given, sentence, suspect = CASES[case]
+    found = explain(given)
+    assert found.sentence == sentence
+    assert found.chain[0] == f"no progress for {given.idle_s:.0f} s, the last was an update"
+    assert found.suspects[:1] == ((suspect,) if suspect else ())
+
+
+def test_a_picture_of_nothing_is_explained_as_well() -> None:
+    assert explain(picture(calls=())).sentence.startswith("the run waits for no actor: its own event loop is idle")
+    assert explain(picture(calls=(TAKE,))).sentence.endswith("the buffer has said nothing of itself yet")

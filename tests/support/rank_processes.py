@@ -1,0 +1,48 @@
+"""Several ranks of a trainer, as processes of this machine, that play scenes one after the other."""
+
+import json
+import multiprocessing
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from asyncrl.training.distributed.ranks import Meeting, Ranks, Seat
+
+Scene = Callable[[Ranks, Path], None]
+WAIT_S = 60.0
+END_S = 240.0
+
+
+def play(world: int, scenes: Sequence[Scene], folder: Path) -> dict[str, list[str]]:
+    """What went wrong in each scene, by rank: empty words where nothing did. The first failure ends the play."""
+    meeting = Meeting("127.0.0.1", world, WAIT_S)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(seat, scenes, folder)) for seat in meeting.seats]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(END_S)
+        process.kill()
+        process.join()
+    told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+    return {scene.__name__: [found.get(scene.__name__, "not played") for found in told] for scene in scenes}
+
+
+def _rank(seat: Seat, scenes: Sequence[Scene], folder: Path) -> None:
+    from asyncrl.training.distributed.fsdp import FsdpRanks
+
+    torch.set_num_threads(1)
+    ranks = FsdpRanks(seat, torch.device("cpu"))
+    found: dict[str, str] = {}
+    for scene in scenes:
+        try:
+            scene(ranks, folder)
+            found[scene.__name__] = ""
+        except BaseException:
+            found[scene.__name__] = traceback.format_exc()
+            break
+        finally:
+            (folder / f"rank-{seat.rank}.json").write_text(json.dumps(found))
+    ranks.leave()

@@ -1,0 +1,201 @@
+"""What ranks of a trainer do together, each beside a learner that is alone and does the same."""
+
+import os
+import resource
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.config import Run, Trainer
+from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp
+from asyncrl.config.trainer import Lora
+from asyncrl.errors import CheckpointError
+from asyncrl.training import checkpoint
+from asyncrl.training.checkpoint import TrainingManifest
+from asyncrl.training.distributed.ranks import Ranks
+from asyncrl.training.export import likeliest
+from asyncrl.training.learner import Learner
+from asyncrl.types import Group, Segment
+from asyncrl.weights.gather import Follower
+from asyncrl.weights.transports.shared_memory import SharedMemoryWriter, read_tensors
+from tests.support.training_groups import make_groups
+
+RUN = Run(trainer=Trainer(lr=1e-3), correction=Importance(reject=()))
+TIED, UNTIED = "tied", "untied"
+MANIFEST = TrainingManifest(step=0, samples_trained=0, consumed=())
+
+
+def _both(folder: Path, ranks: Ranks, run: Run = RUN, model: str = TIED) -> tuple[Learner, Learner]:
+    return Learner(folder / model, run), Learner(folder / model, run, ranks)
+
+
+def _train(learner: Learner, groups: list[Group]) -> float:
+    learner.accumulate(groups[:1])
+    learner.accumulate(groups[1:])
+    return learner.step().loss
+
+
+def _close(one: Learner, all_of_it: Learner, tolerance: float) -> None:
+    """Gradients of every weight, by the largest of each."""
+    for (name, mine), theirs in zip(one.model.named_parameters(), all_of_it.model.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        whole = all_of_it.ranks.whole(theirs.grad) * all_of_it.ranks.world
+        assert torch.allclose(whole, mine.grad, rtol=0, atol=tolerance * float(mine.grad.abs().max())), name
+
+
+def gradients(ranks: Ranks, folder: Path) -> None:
+    """Of any number of groups, in few and in many tokens; of one sample there is work for one rank only."""
+    one_sample = [msgspec.structs.replace(make_groups(1)[0], trajectories=make_groups(1)[0].trajectories[1:2])]
+    kl = msgspec.structs.replace(RUN, algorithm=Grpo(kl=Kl(coefficient=0.1)))  # a lone sample has no advantage
+    recomputed = msgspec.structs.replace(RUN, trainer=Trainer(token_budget=60, checkpoint_activations=True))
+    small = msgspec.structs.replace(RUN, trainer=Trainer(token_budget=120))
+    scenes = [(small, TIED, make_groups(5)), (recomputed, UNTIED, make_groups(3)), (kl, UNTIED, one_sample)]
+    for run, model, groups in scenes:
+        one, several = _both(folder, ranks, run, model)
+        for learner in (one, several):
+            learner.accumulate(groups[:2])
+            learner.accumulate(groups[2:])
+        _close(one, several, 1e-5)
+
+
+def bf16_gradients(ranks: Ranks, folder: Path) -> None:
+    """Batches are cut in other places, and bf16 rounds what is added up within one."""
+    one, several = _both(folder, ranks, msgspec.structs.replace(RUN, trainer=Trainer(dtype="bf16")))
+    for learner in (one, several):
+        learner.accumulate(make_groups(4))
+    _close(one, several, 0.02)
+
+
+def algorithms(ranks: Ranks, folder: Path) -> None:
+    """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised."""
+    chosen: list[Algorithm] = [Ppo(critic_warmup_steps=0), ReinforcePp(kl=Kl(coefficient=0.1, placement="reward"))]
+    normalized = msgspec.structs.replace(RUN, correction=Importance(reject=(), batch_normalize=True))
+    for run in (normalized, *(msgspec.structs.replace(RUN, algorithm=algorithm) for algorithm in chosen)):
+        one, several = _both(folder, ranks, run)
+        for seed in range(2):
+            groups = make_groups(3, seed)
+            for learner in (one, several):
+                for group in groups:
+                    learner.accumulate([group])
+            mine, theirs = one.step(), several.step()
+            assert mine.samples == theirs.samples
+            assert abs(mine.loss - theirs.loss) < 1e-5
+            assert abs(mine.grad_norm - theirs.grad_norm) < 1e-4
+            for name, value in mine.figures.items():
+                assert abs(value - theirs.figures[name]) < 1e-4 * max(1, abs(value)), name
+            assert [share.tokens for share in mine.shares] == [share.tokens for share in theirs.shares]
+
+
+def twenty_steps(ranks: Ranks, folder: Path) -> None:
+    one, several = _both(folder, ranks)
+    gaps = [abs(_train(one, make_groups(3, seed)) - _train(several, make_groups(3, seed))) for seed in range(20)]
+    assert max(gaps) <= 1e-5
+    (folder / "gap").write_text(f"{max(gaps):.2g}")
+
+
+def resume(ranks: Ranks, folder: Path) -> None:
+    """2 -> 1 -> 2: nothing of weights and optimizer changes on the way, and training goes on as without it."""
+    run = msgspec.structs.replace(RUN, algorithm=Ppo(critic_warmup_steps=0))
+    one, several = _both(folder, ranks, run)
+    for seed in range(2):
+        _train(several, make_groups(3, seed))
+    first = checkpoint.save(several, folder / "first", MANIFEST, model_path=folder / TIED, keep=1)
+    checkpoint.restore(one, first)
+    alone = folder / f"alone-{ranks.rank}"
+    second = checkpoint.save(one, alone, MANIFEST, model_path=folder / TIED, keep=1)
+    again = Learner(folder / TIED, run, ranks)
+    checkpoint.restore(again, second)
+    _same(several, again)
+    assert {"critic-00001-of-00002.safetensors", "critic-00002-of-00002.safetensors"} <= set(os.listdir(first))
+    again.version = one.version = several.version
+    groups = make_groups(3, 7)
+    assert _train(several, groups) == _train(again, groups)
+    _same(several, again)
+    assert abs(_train(one, groups) - _train(Learner(folder / TIED, run), groups)) > 1e-6  # it has learned before
+
+
+def _same(a: Learner, b: Learner) -> None:
+    assert a.critic is not None
+    assert b.critic is not None
+    pairs = [(a.model, a.optimizer, b.model, b.optimizer), (a.critic, a.critic.optimizer, b.critic, b.critic.optimizer)]
+    for mine, my_optimizer, theirs, their_optimizer in pairs:
+        for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a.ranks.whole(p), b.ranks.whole(q)), name
+            state, other = my_optimizer.state.get(p, {}), their_optimizer.state.get(q, {})
+            assert state.keys() == other.keys()
+            for key in state:
+                x, y = (s[key] if key == "step" else a.ranks.whole(s[key]) for s in (state, other))
+                assert torch.equal(x, y), (name, key)
+
+
+def adapters(ranks: Ranks, folder: Path) -> None:
+    """LoRA: the same steps, files and publications."""
+    run = msgspec.structs.replace(RUN, trainer=Trainer(lr=1e-2, lora=Lora(rank=2, targets=("q_proj", "down_proj"))))
+    one, several = _both(folder, ranks, run, UNTIED)
+    for seed in range(3):
+        assert abs(_train(one, make_groups(2, seed)) - _train(several, make_groups(2, seed))) < 1e-5
+    saved = checkpoint.save(several, folder / "adapted", MANIFEST, model_path=folder / UNTIED, keep=1)
+    checkpoint.restore(one, saved)
+    source = several.source(torch.float32, adapters_only=True)
+    specs, _ = source.layout()
+    assert len(specs) == 2 * 2 * 2
+    found = {spec.name: source.gather(spec) for spec in specs}
+    expected = one.source(torch.float32, adapters_only=True)
+    for spec in expected.layout()[0]:
+        tensor, other = found[spec.name], expected.gather(spec)
+        assert (tensor is None) == (ranks.rank > 0)
+        assert other is not None
+        assert tensor is None or torch.equal(tensor, other)
+    merged = checkpoint.weights(saved)
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in one.tensors())
+
+
+def broken_numbers(ranks: Ranks, folder: Path) -> None:
+    """A sample on one rank makes a loss that is no number: every rank skips the step, and says why."""
+    group = make_groups(1)[0]
+    unsure = Segment.sampled([1, 2, 3], [float("nan")] * 3, 0)
+    bad = msgspec.structs.replace(group.trajectories[1], segments=(group.trajectories[1].segments[0], unsure))
+    _, several = _both(folder, ranks)
+    before = {name: several.ranks.whole(p.detach()).clone() for name, p in several.model.named_parameters()}
+    several.accumulate(make_groups(3, 1))
+    several.accumulate([msgspec.structs.replace(group, trajectories=(group.trajectories[0], bad))])
+    report = several.step()
+    assert report.skipped
+    assert "is not finite" in report.fault
+    assert all(torch.equal(several.ranks.whole(p), before[name]) for name, p in several.model.named_parameters())
+
+
+def publication(ranks: Ranks, folder: Path) -> None:
+    """The first rank publishes what a learner alone would, also when something was computed in between."""
+    one, several = _both(folder, ranks)
+    prompts = ((1, 2, 3), (4, 5, 6))
+    for dtype in (torch.float32, torch.bfloat16):
+        source = several.source(dtype)
+        assert torch.allclose(
+            torch.tensor(likeliest(several.model, RUN.trainer, prompts)),
+            torch.tensor(likeliest(one.model, RUN.trainer, prompts)),
+        )
+        if ranks.rank:
+            Follower(source).publish(1)
+            continue
+        writer = SharedMemoryWriter(source, prefix="test")
+        published = dict(read_tensors(writer.publish(1)))
+        expected = dict(one.served_tensors(dtype))
+        assert published.keys() == expected.keys()
+        assert all(torch.equal(published[name], tensor) for name, tensor in expected.items())
+        writer.close()
+
+
+def full_disk(ranks: Ranks, folder: Path) -> None:
+    """One rank cannot write its files: every rank is told, and none waits for another."""
+    several = Learner(folder / TIED, RUN, ranks)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if ranks.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    with pytest.raises(CheckpointError, match="rank 1 cannot write into"):
+        checkpoint.save(several, folder / "full", MANIFEST, model_path=folder / TIED, keep=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint.numbered(folder / "full") == []

@@ -1,0 +1,250 @@
+"""Algorithms inside the learner: whole-step ones, the critic, penalties, and what happens when numbers break."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config import Run, Sentinel, Trainer
+from asyncrl.config.algorithm import CustomAlgorithm, CustomCorrection, Grpo, Importance, Kl, Ppo, ReinforcePp
+from asyncrl.errors import ConfigError, DivergenceError
+from asyncrl.training import checkpoint
+from asyncrl.training.batches import block, pack
+from asyncrl.training.checkpoint import TrainingManifest
+from asyncrl.training.guardrails import Watch, alarms
+from asyncrl.training.learner import Learner
+from asyncrl.training.report import StepReport
+from asyncrl.types import Group, Segment, Slot, Trajectory
+from tests.support.tiny_model import tiny_checkpoint
+
+VOCABULARY = 48
+PLAIN = Importance(weight="none", reject=())
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_checkpoint(directory)
+    return directory
+
+
+def make(model_path: Path, algorithm: object, correction: Importance = PLAIN) -> Learner:
+    trainer = Trainer(lr=1e-3, grad_clip=1e9)
+    return Learner(model_path, Run(trainer=trainer, algorithm=algorithm, correction=correction))  # type: ignore[arg-type]
+
+
+def groups(count: int, *, logprob: float = -3.9, seed: int = 0) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    return [
+        Group(
+            id=group,
+            trajectories=tuple(
+                Trajectory(
+                    slot=Slot(group, sample),
+                    prompt="p",
+                    segments=(
+                        Segment.given([1, 2, 3]),
+                        Segment.sampled(rng.integers(0, VOCABULARY, n := int(rng.integers(2, 9))), [logprob] * n, 0),
+                    ),
+                    reward=float(rng.integers(0, 3)),
+                    finish="stop",
+                    started=0.0,
+                    finished=1.0,
+                    engine="e",
+                )
+                for sample in range(4)
+            ),
+        )
+        for group in range(count)
+    ]
+
+
+def weights(learner: Learner) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in learner.model.parameters()]
+
+
+@pytest.mark.parametrize("algorithm", [ReinforcePp(), ReinforcePp(group_baseline=True), Ppo()])
+def test_whole_step_algorithms_do_not_depend_on_how_groups_arrive(model_path: Path, algorithm: object) -> None:
+    together, apart = make(model_path, algorithm), make(model_path, algorithm)
+    together.accumulate(groups(4))
+    for group in groups(4):
+        apart.accumulate([group])
+    assert together.step().loss == pytest.approx(apart.step().loss)
+    for one, other in zip(weights(together), weights(apart), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_reinforce_pp_normalises_over_the_step(model_path: Path) -> None:
+    """On-policy ratios are 1, so the loss is minus the token mean of the advantages."""
+    learner = make(model_path, ReinforcePp())
+    found = groups(3)
+    rewards = np.array([t.reward for group in found for t in group.trajectories])
+    lengths = np.array([t.sampled_tokens for group in found for t in group.trajectories])
+    learner.accumulate(found)
+    expected = -((rewards - rewards.mean()) / rewards.std() * lengths).sum() / lengths.sum()
+    assert learner.step().loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_first_critic_values_are_zero_and_the_critic_learns_the_returns(model_path: Path) -> None:
+    learner = make(model_path, Ppo(critic_lr=1e-2, trace=1.0, whiten=False))
+    found = groups(3)
+    losses: list[float] = []
+    for _ in range(30):
+        learner.accumulate(found)
+        losses.append(learner.step().figures["critic_loss"])
+    # With V = 0 and trace 1 every return is the sample's reward: the loss is the token mean of R^2 / 2.
+    tokens = [(t.reward, t.sampled_tokens) for group in found for t in group.trajectories]
+    assert losses[0] == pytest.approx(sum(r * r / 2 * n for r, n in tokens) / sum(n for _, n in tokens), rel=1e-5)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_critic_can_be_trained_alone_first(model_path: Path) -> None:
+    learner = make(model_path, Ppo(critic_warmup_steps=1, critic_lr=1e-2))
+    before = weights(learner)
+    learner.accumulate(groups(2))
+    learner.step()
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(learner), strict=True))
+    learner.accumulate(groups(2))
+    learner.step()
+    assert not all(torch.equal(one, other) for one, other in zip(before, weights(learner), strict=True))
+
+
+def test_ppo_resumes_exactly_with_its_critic(model_path: Path, tmp_path: Path) -> None:
+    whole, first = make(model_path, Ppo()), make(model_path, Ppo())
+    for learner in (whole, first):
+        learner.accumulate(groups(2))
+        learner.step()
+    manifest = TrainingManifest(step=1, samples_trained=8, consumed=((0, 1),))
+    saved = checkpoint.save(first, tmp_path, manifest, model_path=model_path, keep=1)
+    second = make(model_path, Ppo())
+    checkpoint.restore(second, saved)
+    for learner in (whole, second):
+        learner.accumulate(groups(2, seed=1))
+    assert whole.step() == second.step()
+    assert all(torch.equal(one, other) for one, other in zip(weights(whole), weights(second), strict=True))
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_a_penalty_keeps_the_policy_near_the_reference(model_path: Path, placement: str) -> None:
+    gaps: dict[float, float] = {}
+    for coefficient in (0.0, 5.0):
+        algorithm = ReinforcePp(kl=Kl(coefficient=coefficient, placement=placement))  # type: ignore[arg-type]
+        learner, start = make(model_path, algorithm), make(model_path, Grpo())
+        learner.caution.least = 0.0
+        (batch,) = pack([block(group, [0.0] * 4) for group in groups(3)], 10_000)
+        for _ in range(15):
+            learner.accumulate(groups(3))
+            learner.step()
+        with torch.no_grad():
+            gap = learner.token_logprobs(batch) - start.token_logprobs(batch)
+        gaps[coefficient] = float(gap.square().mean())
+    assert gaps[5.0] < 0.5 * gaps[0.0]
+
+
+def test_the_penalty_is_zero_at_the_reference(model_path: Path) -> None:
+    learner = make(model_path, Grpo(kl=Kl(coefficient=0.1)))
+    learner.accumulate(groups(2))
+    assert learner.step().figures["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    learner.accumulate(groups(2))
+    assert learner.step().figures["reference_kl"] > 1e-6
+
+
+def test_entropy_is_that_of_the_model_and_its_bonus_raises_it(model_path: Path) -> None:
+    learner = make(model_path, Grpo(entropy=10.0))
+    found: list[float] = []
+    for _ in range(10):
+        learner.accumulate(groups(2))
+        found.append(learner.step().figures["entropy"])
+    assert 0 < found[0] < np.log(VOCABULARY) + 1e-6
+    assert found[-1] > found[0]
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_and_names_the_samples(model_path: Path) -> None:
+    learner = make(model_path, Grpo(), Importance(reject=()))
+    before = weights(learner)
+    bad = groups(1, logprob=float("nan"), seed=1)[0]
+    renamed = tuple(Trajectory(**_fields(t) | {"slot": Slot(7, t.slot.sample)}) for t in bad.trajectories)
+    learner.accumulate([*groups(1), Group(id=7, trajectories=renamed)])
+    report = learner.step()
+    assert report.skipped
+    assert "7/0" in report.fault
+    assert "0/0" not in report.fault
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(learner), strict=True))
+    learner.accumulate(groups(2))
+    assert not learner.step().skipped, "the fault must not outlive its step"
+
+
+def _fields(trajectory: Trajectory) -> dict[str, object]:
+    return {name: getattr(trajectory, name) for name in trajectory.__struct_fields__}
+
+
+def report(*, skipped: bool = False, kl: float = 0.0) -> StepReport:
+    figures = {"mismatch_kl": kl, "ess": 0.5}
+    return StepReport(
+        version=9, samples=1, tokens=1, loss=0.0, grad_norm=0.0, skipped=skipped, fault="f", figures=figures
+    )
+
+
+def test_the_watch_stops_after_skips_in_a_row_only() -> None:
+    watch = Watch(Sentinel(max_skipped=2), "fp32")
+    for skipped in (True, False, True, False):
+        watch.check(report(skipped=skipped))
+    watch.check(report(skipped=True))
+    with pytest.raises(DivergenceError, match=r"2 steps in a row were skipped.*version 7"):
+        watch.check(report(skipped=True))
+
+
+@pytest.mark.parametrize("kl", [0.6, -0.6])
+def test_the_watch_stops_at_the_kl_bound(kl: float) -> None:
+    Watch(Sentinel(max_kl=0), "fp32").check(report(kl=kl))
+    with pytest.raises(DivergenceError, match=r"mismatch_kl=-?0\.6 is past sentinel\.max_kl=0\.5"):
+        Watch(Sentinel(), "fp32").check(report(kl=kl))
+
+
+def test_alarms_sound_at_the_documented_levels() -> None:
+    quiet = {
+        "rho_mean": 1.0,
+        "rho_std": 0.5,
+        "ess": 0.9,
+        "mismatch_kl": 0.01,
+        "chi2_token": 0.1,
+        "rejected_samples": 0.1,
+    }
+    assert alarms(quiet) == ()
+    beyond = {
+        "rho_mean": 2.1,
+        "rho_std": 1.1,
+        "ess": 0.29,
+        "mismatch_kl": -0.11,
+        "chi2_token": 1.1,
+        "rejected_samples": 0.6,
+    }
+    for name, value in beyond.items():
+        (text,) = alarms(quiet | {name: value})
+        assert text.startswith(f"{name}={value:.3g} is ")
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loss.py"
+
+
+def test_the_example_of_an_own_loss_and_correction_trains(model_path: Path) -> None:
+    run = Run(
+        trainer=Trainer(lr=1e-3),
+        algorithm=CustomAlgorithm(function=f"{EXAMPLE}:loss"),
+        correction=CustomCorrection(function=f"{EXAMPLE}:weights"),
+    )
+    learner, plain = Learner(model_path, run), make(model_path, Grpo())
+    (batch,) = pack([block(group, [0.0] * 4) for group in groups(3)], 10_000)
+    with torch.no_grad():
+        rho = (plain.token_logprobs(batch) - batch.behaviour_logp_L).exp()
+    learner.accumulate(groups(3))
+    found = learner.step()
+    assert found.figures["rho_mean"] == pytest.approx(float(rho.mean()), rel=1e-3)
+    assert found.grad_norm > 0
+
+
+@pytest.mark.parametrize("function", ["no_such_module:loss", f"{EXAMPLE}:nothing", "no/such/file.py:loss"])
+def test_a_function_that_cannot_be_loaded_is_refused(model_path: Path, function: str) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.function=.*cannot be used"):
+        make(model_path, CustomAlgorithm(function=function))

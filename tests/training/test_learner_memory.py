@@ -1,0 +1,264 @@
+"""Training in less memory, and how much it takes: working copies, activations computed again, the arithmetic."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from asyncrl.config import Rollout, Run, Trainer
+from asyncrl.config.algorithm import Grpo, Importance, Kl, Ppo
+from asyncrl.config.drafter import DrafterTraining
+from asyncrl.config.engine import FakeEngine, VllmEngine
+from asyncrl.models.config import ModelConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.head import chunked_logprobs
+from asyncrl.models.packed import flash
+from asyncrl.training import checkpoint, memory
+from asyncrl.training.checkpoint import TrainingManifest
+from asyncrl.training.hidden_capture import HiddenTap
+from asyncrl.training.learner import Learner
+from asyncrl.training.memory import Batch, training_memory
+from asyncrl.types import Group
+from tests.support import tiny_model
+from tests.support.tiny_model import tiny_checkpoint
+from tests.support.training_groups import make_groups
+
+# A CPU without bf16 instructions says so once.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+SHAPES = {
+    "llama": {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+}
+SIZES = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
+SMOLLM2 = ModelConfig.from_hf(tiny_model.SMOLLM2)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_checkpoint(directory)
+    return directory
+
+
+def _learner(model_path: Path, **settings: Any) -> Learner:
+    trainer = Trainer(lr=1e-3, grad_clip=1e9, **settings)
+    return Learner(model_path, Run(trainer=trainer, correction=Importance(reject=())))
+
+
+def _trained(learner: Learner, found: list[Group]) -> list[Tensor]:
+    learner.accumulate(found)
+    gradients = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
+    learner.step()
+    return gradients
+
+
+# What is computed.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_activations_computed_again_give_the_same_gradients_and_hidden_states(model_path: Path, dtype: str) -> None:
+    kept, again = (_learner(model_path, dtype=dtype, checkpoint_activations=choice) for choice in (False, True))
+    for learner in (kept, again):
+        learner.hidden = HiddenTap(DrafterTraining(), (0, 1), seed=0)
+    expected, found = (_trained(learner, make_groups(3)) for learner in (kept, again))
+    assert len(expected) == len(list(kept.model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert kept.hidden is not None
+    assert again.hidden is not None
+    for one, other in zip(kept.hidden.drain(), again.hidden.drain(), strict=True):
+        assert torch.equal(one.hidden_T_E, other.hidden_T_E)
+        assert one.taps_T_R is not None
+        assert other.taps_T_R is not None
+        assert torch.equal(one.taps_T_R, other.taps_T_R)
+
+
+def test_logits_in_chunks_give_the_same_update(model_path: Path) -> None:
+    whole, chunked = _learner(model_path), _learner(model_path, logits_bytes=5 * 48 * 4)
+    for one, other in zip(_trained(whole, make_groups(3)), _trained(chunked, make_groups(3)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", [Grpo(entropy=0.01), Grpo(kl=Kl(coefficient=0.1)), Ppo()])
+def test_entropy_reference_and_critic_train_alike_in_little_memory(model_path: Path, algorithm: Grpo | Ppo) -> None:
+    reports = []
+    for settings in ({}, {"checkpoint_activations": True, "logits_bytes": 5 * 48 * 4}):
+        learner = Learner(model_path, Run(algorithm=algorithm, trainer=Trainer(lr=1e-3, **settings)))
+        learner.accumulate(make_groups(3))
+        reports.append(learner.step())
+    assert reports[1].figures == pytest.approx(reports[0].figures, rel=1e-3, abs=1e-6)
+    assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-3, abs=1e-6)
+
+
+def test_working_copies_are_the_masters_rounded_and_what_engines_get(model_path: Path, tmp_path: Path) -> None:
+    learner = _learner(model_path, dtype="bf16")
+    for step in range(3):
+        learner.accumulate(make_groups(2, step))
+        learner.step()
+        served = dict(learner.served_tensors(torch.bfloat16))
+        assert all(torch.equal(served[name], master.bfloat16()) for name, master in learner.tensors())
+        assert any(not torch.equal(master, served[name].float()) for name, master in learner.tensors())
+    manifest = TrainingManifest(step=3, samples_trained=24, consumed=())
+    saved = checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=1)
+    resumed = _learner(model_path, dtype="bf16")
+    checkpoint.restore(resumed, saved)
+    for one in (learner, resumed):
+        one.accumulate(make_groups(2, 9))
+        one.step()
+    expected = dict(learner.tensors())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.tensors())
+
+
+def test_gradients_of_many_narrow_batches_add_up_in_fp32(model_path: Path) -> None:
+    """Adding in bf16 would lose what is below a 256th of the sum."""
+    narrow, wide = _learner(model_path, dtype="bf16", token_budget=50), _learner(model_path)
+    found, expected = (_trained(learner, make_groups(12)) for learner in (narrow, wide))
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert F.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.995
+    assert any(not torch.equal(one, one.bfloat16().float()) for one in found)
+
+
+def test_engines_in_fp32_get_the_masters(model_path: Path) -> None:
+    learner = _learner(model_path, dtype="bf16")
+    masters = dict(learner.tensors())
+    assert all(torch.equal(tensor, masters[name]) for name, tensor in learner.served_tensors(torch.float32))
+
+
+# How much it takes.
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the tensors that are there, and the most that ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        return sum(self.sizes.values())
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes()
+            finalize(storage, self.sizes.pop, storage._cdata)
+            self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        return out
+
+
+def _fake(model: Decoder) -> Decoder:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    model.frequencies_D = torch.empty(model.frequencies_D.shape)
+    return model
+
+
+def _attention(tokens: int, spread: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """As on a GPU: the operator is real, its tensors have no contents."""
+    source = torch.empty(tokens * spread, dtype=torch.int64)
+    starts = torch.empty(9, dtype=torch.int32)
+
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (F.embedding(source, x.flatten(1)).view(-1, *x.shape[1:]) for x in (k, v))
+        return flash(q, k, v, starts, starts, tokens, tokens).flatten(1)
+
+    return attend
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("spread", [1, 3])
+def test_activations_are_those_that_autograd_keeps(family: str, recompute: bool, spread: int) -> None:
+    tokens = 2048
+    config = ModelConfig.from_hf(SIZES | SHAPES[family])
+    model = Decoder(config, torch.bfloat16)
+    with FakeTensorMode(), _Live() as live:
+        _fake(model)
+        for parameter in model.parameters():
+            live.see(parameter)
+            parameter.grad = torch.empty_like(parameter)
+        index = torch.empty(tokens, dtype=torch.int64)
+        attend = _attention(tokens, spread)
+        before = live.now
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = model(index, index, attend, recompute=recompute)
+        kept = live.now - before
+        live.peak = 0
+        hidden.sum().backward()
+        peak = live.peak - before
+    run = Run(trainer=Trainer(dtype="bf16"))
+    found = training_memory(run, config, Batch(tokens, spread), recompute=recompute)
+    assert found.activations == pytest.approx(kept, rel=0.03)
+    layer = memory._layer_backward_bytes(  # the head's logits, which lie higher, are not in this backward
+        config, spread, memory.layer_bytes(config, spread, narrow=True) if recompute else 0, narrow=True
+    )
+    assert found.activations + tokens * layer == pytest.approx(peak, rel=0.08)
+
+
+def test_the_head_takes_two_blocks_of_logits_and_its_gradient() -> None:
+    tokens, rows, vocabulary, hidden = 640, 64, 4096, 192
+    with FakeTensorMode(), _Live() as live:
+        states, output = torch.empty(tokens, hidden).requires_grad_(), torch.empty(vocabulary, hidden).requires_grad_()
+        target = torch.empty(tokens, dtype=torch.int64)
+        for tensor in (states, output, target):
+            live.see(tensor)
+        before = live.now
+        chunked_logprobs(states, output, target, temperature=0.7, chunk=rows).logp_L.sum().backward()
+        peak = live.peak - before
+    run = Run(trainer=Trainer(logits_bytes=rows * vocabulary * 4))
+    config = ModelConfig.from_hf(SHAPES["llama"] | SIZES)
+    expected = memory._head_bytes(run, config, tokens) - tokens * hidden * 4  # the states are not counted above
+    assert expected == pytest.approx(peak, rel=0.05)
+
+
+def test_the_peak_by_hand() -> None:
+    """SmolLM2-135M in bf16, 8,192 tokens, each prompt for itself."""
+    run = Run(trainer=Trainer(dtype="bf16", logits_bytes=1 << 30))
+    found = training_memory(run, SMOLLM2, Batch(8192), recompute=False)
+    count = 134_515_008
+    assert memory.parameters(SMOLLM2) == count
+    assert found.weights == 6 * count
+    assert found.optimizer == 12 * count
+    # residual 2 x 4, norms 2 x 6 of 576; gated 8 of 1536; q, k and the answer 2 of 1344, 4 of 9 heads, k and v 4 of 192
+    layer = 20 * 576 + 8 * 1536 + 2 * (768 + 576) + 36 + 4 * 192
+    assert found.activations == 8192 * (30 * layer + 12 * 576 + 4 * 64)
+    # 5,461 tokens of logits twice, the gradient of the output matrix, states and their gradient
+    assert found.backward == 2 * 5461 * 49152 * 4 + 4 * 49152 * 576 + 4 * 8192 * 576
+    assert training_memory(run, SMOLLM2, Batch(8192), recompute=True).activations == 8192 * (30 * 2304 + 7168)
+
+
+def test_auto_computes_again_only_where_activations_would_not_fit() -> None:
+    def chosen(card: int | None, **changes: Any) -> bool:
+        trainer = Trainer(dtype="bf16", token_budget=changes.pop("token_budget", 65_536))
+        return memory.recomputes(Run(trainer=trainer, **changes), SMOLLM2, card)
+
+    half = VllmEngine(memory=0.5)
+    assert not chosen(None, engine=half)  # a CPU
+    assert not chosen(80 << 30, engine=FakeEngine())
+    assert not chosen(80 << 30, engine=half, token_budget=8192)
+    assert chosen(80 << 30, engine=half)
+    assert chosen(80 << 30, engine=VllmEngine(memory=0.3), rollout=Rollout(replicas=3), token_budget=8192)
+    for forced in (True, False):
+        run = Run(trainer=Trainer(checkpoint_activations=forced))
+        assert memory.recomputes(run, SMOLLM2, None) is forced
+        assert memory.recomputes(run, SMOLLM2, 1) is forced
