@@ -322,19 +322,19 @@ def test_refusal_is_one_line_and_code_two(tmp_path: Path) -> None:
 
 
 def test_plan_shows_what_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", "engine.max_length=10"]) == 2
+    assert main(["plan", "engine.max_length=10"]) == 2
     shown = capsys.readouterr()
     assert "1 step =" in shown.out
     assert "set engine.max_length=" in shown.err
 
 
 def test_plan_config_prints_every_setting(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", "--config", "seed=5"]) == 0
+    assert main(["plan", "--config", "seed=5"]) == 0
     assert load(msgspec.yaml.decode(capsys.readouterr().out)) == Run(seed=5)
 
 
 def test_resume_of_nothing_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["resume", "runs/none"]) == 2
+    assert main(["resume", "runs/none"]) == 2
     assert "runs/none is not a run directory" in capsys.readouterr().err
 
 
@@ -343,7 +343,7 @@ def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "_run", interrupted)
-    assert main.main(["run"]) == 130
+    assert main(["run"]) == 130
 
 
 def test_model_paths_may_start_at_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,11 +357,11 @@ def test_model_paths_may_start_at_home(place: Path, monkeypatch: pytest.MonkeyPa
 def test_functions_of_the_users_own_are_loaded_before_anything_starts(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["run", "algorithm=custom", "algorithm.function=nothing.py:loss", "task.max_size=4"]) == 2
+    assert main(["run", "algorithm=custom", "algorithm.function=nothing.py:loss", "task.max_size=4"]) == 2
     assert "algorithm.function=nothing.py:loss cannot be used (FileNotFoundError" in capsys.readouterr().err
     example = Path(__file__).parents[2] / "examples" / "own_loss.py"
     own = [f"algorithm.function={example}:loss", "correction=custom", f"correction.function={example}:weights"]
-    assert main.main(["plan", "algorithm=custom", *own]) == 0
+    assert main(["plan", "algorithm=custom", *own]) == 0
 
 
 def test_a_critic_and_a_reference_need_their_memory() -> None:

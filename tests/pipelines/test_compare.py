@@ -32,7 +32,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.chdir(place)
 
     def call(*words: str | Path) -> Said:
-        code = main.main(["compare", *map(str, words)])
+        code = main(["compare", *map(str, words)])
         return Said(code, *capsys.readouterr())
 
     return call

@@ -105,7 +105,7 @@ def test_auto_keeps_activations_that_fit_and_says_so(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
-    assert main.main(["plan", "engine=native", "engine.device=auto"]) == 0
+    assert main(["plan", "engine=native", "engine.device=auto"]) == 0
     shown = capsys.readouterr().out
     assert "GPU: 25.8 GB; trainer at most about" in shown
     assert "(activations kept)" in shown
@@ -114,5 +114,5 @@ def test_auto_keeps_activations_that_fit_and_says_so(
     (tmp_path / "mps").mkdir()
     (tmp_path / "mps" / "control").touch()
     assert devices.mps_runs()
-    assert main.main(["plan", "engine=native", "engine.device=auto"]) == 0
+    assert main(["plan", "engine=native", "engine.device=auto"]) == 0
     assert "CUDA MPS is on" in capsys.readouterr().out

@@ -106,9 +106,9 @@ def test_the_command_simulates_the_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.main(["plan", "--profile", "h20_7b", "steps=2", "flow.groups_per_step=4"]) == 0
+    assert main(["plan", "--profile", "h20_7b", "steps=2", "flow.groups_per_step=4"]) == 0
     assert "a second" in capsys.readouterr().out
-    assert main.main(["plan", "--profile", "h20_8b"]) == 2
+    assert main(["plan", "--profile", "h20_8b"]) == 2
     assert "did you mean h20_7b?" in capsys.readouterr().err
 
 
@@ -148,5 +148,5 @@ def test_ranks_are_counted_against_a_cluster_too() -> None:
 
 
 def test_a_pace_from_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", "--from", str(tmp_path)]) == 2
+    assert main(["plan", "--from", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err

@@ -53,6 +53,6 @@ def test_a_missing_tracker_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("asyncrl.config.trackers.find_spec", lambda name: None)
-    assert main.main(["run", "trackers=[wandb]", f"root={tmp_path}", "name=mine"]) == 2
+    assert main(["run", "trackers=[wandb]", f"root={tmp_path}", "name=mine"]) == 2
     assert "pip install 'asyncrl[wandb]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -179,7 +179,7 @@ def test_s12_versions_below_a_floor_stop_the_command(
     monkeypatch.setattr(minimum_versions, "FLOORS", {name: minimum_versions.FLOORS[name] for name in ("ray", "torch")})
     with pytest.raises(MissingDependencyError):
         minimum_versions.check()
-    assert main.main(["plan"]) == 2
+    assert main(["plan"]) == 2
     said = capsys.readouterr().err
     assert "ray 2.54.0 is too old to be safe" in said
     assert "pip install 'ray>=2.59'" in said

@@ -94,7 +94,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
 
     def said(*words: str | Path) -> tuple[int, str, str]:
-        code = main.main(["simulate", *map(str, words)])
+        code = main(["simulate", *map(str, words)])
         return code, *capsys.readouterr()
 
     return said

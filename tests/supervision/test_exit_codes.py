@@ -39,7 +39,10 @@ def loss(tokens):
         held.append(asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000))
     return -tokens.advantage_L * tokens.ratio
 """
-IMPATIENT = "from pipelines import cli, watchdog; watchdog.END_S = 5.0; raise SystemExit(cli.main())"
+IMPATIENT = (
+    "from pipelines import cli; from pipelines.supervision import watchdog; watchdog.END_S = 5.0; "
+    "raise SystemExit(cli.main())"
+)
 
 
 def _start(root: Path, model: Path, *overrides: str, command: tuple[str, ...] = (COMMAND,)) -> "subprocess.Popen[str]":
