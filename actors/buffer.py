@@ -15,7 +15,7 @@ from asyncrl.config import Run
 from asyncrl.errors import StallError
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
-from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Segment, Slot, Ticket
+from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Segment, Slot, Ticket
 
 T = TypeVar("T")
 BYTES_PER_TOKEN = 12
@@ -152,7 +152,7 @@ class BufferActor:
 
     # -- the books -----------------------------------------------------------------------------------------------
 
-    async def ledger(self) -> Ledger:
+    async def ledger(self) -> LedgerCounts:
         return self._store.ledger()
 
     async def waste(self) -> dict[str, int]:

@@ -35,7 +35,7 @@ class Fleet:
     """The same object that the publisher has: whoever joins or leaves here does so there."""
     trainer: TrainerActor
     publisher: Publisher
-    hiring: "Hiring"
+    factory: "EngineFactory"
     drafter: DrafterLink | None = None
 
     async def close(self) -> None:
@@ -50,12 +50,12 @@ class Fleet:
 
 
 @dataclass(frozen=True)
-class Hiring:
+class EngineFactory:
     """How engines come and go while a run goes on."""
 
-    hire: Callable[[str], Awaitable[RolloutActor]]
+    place_engine: Callable[[str], Awaitable[RolloutActor]]
     """Places another one, under a new name; waits until the cluster has room for it."""
-    dismiss: Callable[[RolloutActor], None]
+    end: Callable[[RolloutActor], None]
     """Ends its process."""
     expect: Callable[[int], None]
     """Tells the cluster how many there should be in all, so that it can bring machines; 0: no matter any more."""

@@ -239,7 +239,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """True when a resumed run re-delivers what was recorded before it was killed."""
 
 
-class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Where every leased slot is. `balanced` holds at every moment."""
 
     leased: int

@@ -26,8 +26,8 @@ from asyncrl.fleet.staleness import Decision, StalenessController
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
 from pipelines.evaluate import evaluate
-from pipelines.fleet.elastic import Pool, Waits, tune
-from pipelines.fleet.engine_pool import Replicas
+from pipelines.fleet.elastic import ElasticPool, Waits, tune
+from pipelines.fleet.engine_pool import EnginePool
 from pipelines.recording.recorder import Recorder
 from pipelines.supervision.watchdog import backstop
 
@@ -47,7 +47,7 @@ class AsyncGrpo:
         self._served = first_step
         self._may_generate = asyncio.Event()
         self._one_version = asyncio.Lock()
-        self._replicas = Replicas(run, fleet, task, recorder, self._publish)
+        self._engines = EnginePool(run, fleet, task, recorder, self._publish)
         self._waits = Waits()
         self._publishing: asyncio.Task[None] | None = None
 
@@ -58,7 +58,7 @@ class AsyncGrpo:
             await self._evaluate(0)
         self._recorder.begin()
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._generate()), tasks.create_task(self._replicas.watch())]
+            beside = [tasks.create_task(self._generate()), tasks.create_task(self._engines.watch())]
             beside += [tasks.create_task(each) for each in self._scaling()]
             if self._fleet.drafter is not None:
                 beside.append(
@@ -70,13 +70,13 @@ class AsyncGrpo:
             await self._published()
             for task in beside:
                 task.cancel()
-            await self._replicas.close()
+            await self._engines.close()
         self._recorder.end()
         await self._evaluate(self._run.steps)
 
     def _scaling(self) -> Iterator[Coroutine[Any, Any, None]]:
         if self._run.concurrency.adaptive:
-            yield tune(self._run, self._fleet, self._replicas)
+            yield tune(self._run, self._fleet, self._engines)
         if self._run.elastic.on:
             yield self._scale()
 
@@ -84,10 +84,10 @@ class AsyncGrpo:
         """Engines come and go as trainer and engines wait for each other."""
         await self._may_generate.wait()
         per_version = self._run.samples_per_step
-        await Pool(
+        await ElasticPool(
             self._run,
             self._fleet,
-            self._replicas,
+            self._engines,
             self._recorder,
             self._waits,
             one_version=self._one_version,
@@ -102,7 +102,7 @@ class AsyncGrpo:
         async with asyncio.TaskGroup() as work:
             tickets = await buffer.reissue()
             while True:
-                await self._replicas.share(tickets, work)
+                await self._engines.share(tickets, work)
                 with self._waits.rollout():
                     tickets = await buffer.admit(timeout_s=self._run.flow.stall_timeout_s)
 
@@ -163,7 +163,7 @@ class AsyncGrpo:
         """Bring the trainer's version to every engine; places for new groups return with it."""
         async with self._one_version:
             begun = time.time()
-            published = await self._replicas.publish()
+            published = await self._engines.publish()
             await self._fleet.buffer.advance(published.version)
             self._served = published.version
             self._recorder.span("publish", begun, version=published.version)
@@ -195,6 +195,6 @@ class AsyncGrpo:
 
     async def _evaluate(self, steps_done: int) -> None:
         begun = time.time()
-        scores = await self._replicas.repeat(lambda engines: evaluate(self._run, engines, self._task))
+        scores = await self._engines.repeat(lambda engines: evaluate(self._run, engines, self._task))
         if scores is not None:
             self._recorder.evaluation(steps_done, begun, scores)

@@ -17,9 +17,9 @@ from actors.buffer import BufferActor
 from actors.drafter.actor import DrafterActor
 from actors.drafter.hidden_stream import HiddenRollouts
 from actors.reward import RewardActor
-from actors.rollout.delivery import Notes, Outbox
-from actors.rollout.generation import Answer, Answering, Asked, batches, encode
-from actors.rollout.quarantine import Trial
+from actors.rollout.delivery import DeliveryQueue, ProgressReporter
+from actors.rollout.generation import Completion, CompletionGenerator, TokenizedPrompt, batches, tokenize
+from actors.rollout.quarantine import Quarantine
 from asyncrl.config import Run
 from asyncrl.config.precision import served_precision
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -82,16 +82,16 @@ class RolloutActor:
         self._hidden = None if drafter is None else HiddenRollouts(run, model_path, name, drafter, engines)
         tap = None if self._hidden is None else self._hidden.tap
         self._engine: Engine = build_engine(run, model_path, name=name, tap=tap, learned=learned)
-        self._outbox = Outbox(
+        self._delivery = DeliveryQueue(
             buffer,
             reward,
             lambda slot: self._activity.stage(slot, "append"),
             gather_seconds(engines),
             staged=bool(run.stages),
         )
-        self._notes = Notes(buffer, engines)
-        self._answering = Answering(run, self._engine, self._tokenizer, reward)
-        self._trial = Trial()
+        self._progress = ProgressReporter(buffer, engines)
+        self._generator = CompletionGenerator(run, self._engine, self._tokenizer, reward)
+        self._quarantine = Quarantine()
         self._evaluations = count()
         self._activity = RolloutActivity()
         self._served: WeightManifest | None = None
@@ -104,48 +104,52 @@ class RolloutActor:
         self, work: list[tuple[Ticket, Prompt]], begun: Mapping[Slot, tuple[Segment, ...]] | None = None
     ) -> None:
         """Generate the samples of these tickets; returns when each is durable or its end is recorded, or, after
-        `hand_over`, the buffer knows how far it came.
+        `drain`, the buffer knows how far it came.
 
         `begun` is what another engine had sampled of some of them before it died or left; they go on from there.
         """
         known, unfinished = begun or {}, dict[Slot, tuple[Segment, ...]]()
         async with asyncio.TaskGroup() as tasks:
             for some in batches(work):
-                for asked in await encode(some, self._tokenizer, self._run.rollout):
-                    for sample in asked.ticket.samples:
-                        slot = Slot(asked.ticket.group, sample)
-                        sampling = self._sample(slot, asked, known.get(slot, ()), unfinished)
+                for tokenized in await tokenize(some, self._tokenizer, self._run.rollout):
+                    for sample in tokenized.ticket.samples:
+                        slot = Slot(tokenized.ticket.group, sample)
+                        sampling = self._sample(slot, tokenized, known.get(slot, ()), unfinished)
                         tasks.create_task(self._activity.follow(slot, sampling))
                 await turns()  # all groups of a step at once would keep running answers from their next tokens
         if unfinished:
             await self._buffer.note(unfinished)
 
-    async def hand_over(self) -> None:
+    async def drain(self) -> None:
         """Generate no further: what runs is given up where it is, for others to go on with. Answers that are finished
         are still scored and stored, and held-out ones are finished."""
-        self._answering.leaving = True
-        for request in self._trial.under_way:
+        self._generator.leaving = True
+        for request in self._quarantine.under_way:
             await self._engine.abort(request)
 
     async def _sample(
-        self, slot: Slot, asked: Asked, begun: tuple[Segment, ...], unfinished: dict[Slot, tuple[Segment, ...]]
+        self,
+        slot: Slot,
+        tokenized: TokenizedPrompt,
+        begun: tuple[Segment, ...],
+        unfinished: dict[Slot, tuple[Segment, ...]],
     ) -> None:
-        if self._answering.leaving:
+        if self._generator.leaving:
             unfinished[slot] = begun
             return
         request = Request(
             id=f"{slot.group}/{slot.sample}",
-            tokens=asked.tokens,
+            tokens=tokenized.tokens,
             sampling=self._sampling(),
             seed=random_stream(self._run.seed, "train", slot.group, slot.sample),
         )
         with self._offered(request):
-            with self._trial.running(request.id):
+            with self._quarantine.running(request.id):
                 try:
-                    answer = await self._answering.converse(
+                    answer = await self._generator.converse(
                         request,
-                        asked.prompt,
-                        asked.ticket.deadline,
+                        tokenized.prompt,
+                        tokenized.ticket.deadline,
                         begun,
                         slot,
                         lambda waits: self._activity.stage(slot, "environment" if waits else "generate"),
@@ -156,9 +160,9 @@ class RolloutActor:
                     await self._buffer.fail(slot, "engine_error")
                     return
                 finally:
-                    self._answering.begun.pop(slot, None)
+                    self._generator.begun.pop(slot, None)
                 self._activity.stage(slot, "verdict")
-                spoiled = await self._trial.spoiled(request.id)
+                spoiled = await self._quarantine.spoiled(request.id)
             if spoiled:
                 await self._buffer.fail(slot, "unverified", answer.sampled_tokens)
                 return
@@ -166,19 +170,19 @@ class RolloutActor:
                 await self._buffer.fail(slot, answer.failure.reason, answer.sampled_tokens)
                 return
             if answer.finish == "abort":
-                if answer.finished >= asked.ticket.deadline:  # else the engine was closed; a resumed run asks again
+                if answer.finished >= tokenized.ticket.deadline:  # else the engine was closed; a resumed run asks again
                     await self._buffer.fail(slot, "timeout", answer.sampled_tokens)
-                elif self._answering.leaving:
+                elif self._generator.leaving:
                     unfinished[slot] = answer.segments
                 return
-            await self._hand_in(request, slot, asked, answer)
+            await self._submit(request, slot, tokenized, answer)
 
-    async def _hand_in(self, request: Request, slot: Slot, asked: Asked, answer: Answer) -> None:
+    async def _submit(self, request: Request, slot: Slot, tokenized: TokenizedPrompt, answer: Completion) -> None:
         """To be scored and stored."""
         trajectory = Trajectory(
             slot=slot,
-            prompt=asked.prompt.uid,
-            segments=(asked.segment, *answer.segments),
+            prompt=tokenized.prompt.uid,
+            segments=(tokenized.segment, *answer.segments),
             reward=0.0,
             finish=answer.finish,
             started=answer.started,
@@ -189,7 +193,7 @@ class RolloutActor:
         if self._hidden is not None:
             self._hidden.send(request.id, trajectory)
         self._activity.stage(slot, "reward")
-        await self._outbox.hand_over(self._answering.reward_input(asked.prompt, answer), trajectory)
+        await self._delivery.submit(self._generator.reward_input(tokenized.prompt, answer), trajectory)
 
     def _offered(self, request: Request) -> AbstractContextManager[None]:
         return nullcontext() if self._hidden is None else self._hidden.offered(request)
@@ -205,7 +209,7 @@ class RolloutActor:
         )
 
     async def evaluate(self, prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
-        """Answer held-out prompts beside the training work; nothing of it enters the buffer."""
+        """Completion held-out prompts beside the training work; nothing of it enters the buffer."""
         deadline = time.time() + self._run.flow.stall_timeout_s
         evaluation = next(self._evaluations)
         requests = [
@@ -217,9 +221,9 @@ class RolloutActor:
             )
             for number, prompt in enumerate(prompts)
         ]
-        asked = [self._answering.converse(r, prompt, deadline) for r, prompt in zip(requests, prompts, strict=True)]
-        answers = await asyncio.gather(*map(self._activity.evaluation, asked))
-        inputs = [self._answering.reward_input(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        tokenized = [self._generator.converse(r, prompt, deadline) for r, prompt in zip(requests, prompts, strict=True)]
+        answers = await asyncio.gather(*map(self._activity.evaluation, tokenized))
+        inputs = [self._generator.reward_input(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         results = await self._activity.during(
             "the rewards of held-out answers", self._reward.score(inputs), on="reward"
         )
@@ -228,7 +232,7 @@ class RolloutActor:
     async def load_weights(self, manifest: WeightManifest) -> WeightAck:
         """Serve the version if it arrives whole and computes what the trainer does; else the one before."""
         manifest = addressed_to(manifest, self._name)
-        async with self._trial.on_trial():
+        async with self._quarantine.hold():
             loading = self._engine.load_weights(manifest, self._run.rollout.on_update)
             ack = await self._activity.during(f"loading version {manifest.version}", loading)
             gap = None if manifest.probe is None else await self._probe(manifest.probe, manifest.version)
@@ -241,19 +245,19 @@ class RolloutActor:
                 )
         self._served = manifest
         if self._run.recovery.max_restarts:
-            self._notes.begin(self._answering.begun)
+            self._progress.begin(self._generator.begun)
         return msgspec.structs.replace(ack, probe_gap=gap)
 
     async def _probe(self, wanted: Probe, version: int) -> float:
         deadline = time.time() + self._run.weights.deadline_s
-        answers = await asyncio.gather(*(self._answering.answer(r, deadline) for r in probe.requests(wanted, version)))
+        answers = await asyncio.gather(*(self._generator.answer(r, deadline) for r in probe.requests(wanted, version)))
         return probe.gap(wanted, [float(s.logprobs[0]) for answer in answers for s in answer.segments])
 
     async def _go_back(self) -> None:
         """Throw away what the bad version may have touched, and serve the one before, if it was published."""
-        for request in self._trial.reject():
+        for request in self._quarantine.reject():
             await self._engine.abort(request)
-        self._answering.begun.clear()  # nobody may go on from what the bad version sampled
+        self._generator.begun.clear()  # nobody may go on from what the bad version sampled
         if self._served is not None:
             await self._engine.load_weights(self._served, "recompute")
 
@@ -262,7 +266,7 @@ class RolloutActor:
             return "no version before it was published, so start the engine again"
         return f"version {self._served.version} is served again"
 
-    async def hand_on(self, folder: Path) -> WeightManifest:
+    async def export(self, folder: Path) -> WeightManifest:
         """What this engine serves, as a file for a replica that joins late."""
         if self._served is None:
             raise WeightSyncError(f"engine {self._name} has been given no version yet; ask the trainer")

@@ -17,7 +17,7 @@ from asyncrl.user_code.stages import Sample
 # Finished answers on their way from an engine to the buffer, scored and appended a few at a time.
 
 
-class Outbox:
+class DeliveryQueue:
     def __init__(
         self,
         buffer: BufferActor,
@@ -37,7 +37,7 @@ class Outbox:
         self._storing: asyncio.Task[None]
         self._one_call = asyncio.Lock()
 
-    async def hand_over(self, judged: RewardInput, trajectory: Trajectory) -> None:
+    async def submit(self, judged: RewardInput, trajectory: Trajectory) -> None:
         """Join the next batch; its failure is that of every answer in it."""
         if not self._waiting:
             self._flushing = asyncio.create_task(self._flush_soon())
@@ -99,7 +99,7 @@ CALLS_PER_SECOND = 16
 """That the engines of a run make together, at most, when they are many."""
 
 
-class Notes:
+class ProgressReporter:
     def __init__(self, buffer: BufferActor, engines: int) -> None:
         self._buffer = buffer
         self._every_s = max(EVERY_SECONDS, engines / CALLS_PER_SECOND)

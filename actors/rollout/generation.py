@@ -29,7 +29,7 @@ AT_ONCE = 4
 """Groups that are begun between two steps of an engine."""
 
 
-class Asked(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """What the samples of a group have in common."""
 
     ticket: Ticket
@@ -43,12 +43,14 @@ def batches(work: Sequence[tuple[Ticket, Prompt]]) -> Iterator[Sequence[tuple[Ti
     return (work[first : first + AT_ONCE] for first in range(0, len(work), AT_ONCE))
 
 
-async def encode(work: Sequence[tuple[Ticket, Prompt]], tokenizer: Tokenizer, rollout: Rollout) -> list[Asked]:
+async def tokenize(
+    work: Sequence[tuple[Ticket, Prompt]], tokenizer: Tokenizer, rollout: Rollout
+) -> list[TokenizedPrompt]:
     tokens = await asyncio.to_thread(tokenizer.encode_prompts, [prompt for _, prompt in work], rollout)
-    return [Asked(*each, tuple(ids), Segment.given(ids)) for each, ids in zip(work, tokens, strict=True)]
+    return [TokenizedPrompt(*each, tuple(ids), Segment.given(ids)) for each, ids in zip(work, tokens, strict=True)]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Completion(msgspec.Struct, frozen=True):
     """What an engine made of one request, or of all those of a conversation."""
 
     segments: tuple[Segment, ...]
@@ -63,7 +65,7 @@ class Answer(msgspec.Struct, frozen=True):
         return sum(len(segment) for segment in self.segments if segment.version != GIVEN)
 
 
-class Answering:
+class CompletionGenerator:
     def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: RewardActor) -> None:
         self._environment, self._rollout = run.environment, run.rollout
         self._engine, self._tokenizer, self._reward = engine, tokenizer, reward
@@ -80,10 +82,10 @@ class Answering:
         begun: tuple[Segment, ...] = (),
         slot: Slot | None = None,
         waits: Callable[[bool], None] = lambda waits: None,
-    ) -> Answer:
+    ) -> Completion:
         """Turn after turn from where `begun` ends. `opening` asks for the first; `waits` for the environment or not."""
         started = time.time()
-        answer = Answer(begun, "stop", started, started)
+        answer = Completion(begun, "stop", started, started)
         if not self._between_turns(begun):
             answer = await self.answer(_turn(opening, begun), deadline, begun, slot)
         while answer.finish == "stop" and self._environment.on:
@@ -102,7 +104,7 @@ class Answering:
 
     async def answer(
         self, request: Request, deadline: float, begun: tuple[Segment, ...] = (), slot: Slot | None = None
-    ) -> Answer:
+    ) -> Completion:
         """Run one request to its end; past the deadline it is aborted, and what came so far is returned."""
         segments = list(begun)
         finish: Finish = "abort"
@@ -117,14 +119,14 @@ class Answering:
                 finish = delta.finish or finish
         finally:
             alarm.cancel()
-        return Answer(tuple(segments), finish, started, time.time())
+        return Completion(tuple(segments), finish, started, time.time())
 
-    def reward_input(self, prompt: Prompt, answer: Answer) -> RewardInput:
+    def reward_input(self, prompt: Prompt, answer: Completion) -> RewardInput:
         turns = self._turns(answer.segments)
         shown = turns if self._environment.on else ()
         return RewardInput(prompt.text, turns[-1] if turns else "", prompt.answer, shown)
 
-    async def _respond(self, prompt: Prompt, answer: Answer) -> Answer:
+    async def _respond(self, prompt: Prompt, answer: Completion) -> Completion:
         """With what the environment gives the model next; as it is when the conversation is over."""
         turns = self._turns(answer.segments)
         if len(turns) >= 2 * self._environment.max_turns - 1:
@@ -139,7 +141,7 @@ class Answering:
             said = RewardFailure("environment_invalid", given)
         return msgspec.structs.replace(answer, failure=said)
 
-    def _given(self, answer: Answer, tokens: list[int]) -> Answer:
+    def _given(self, answer: Completion, tokens: list[int]) -> Completion:
         if sum(map(len, answer.segments)) + len(tokens) >= self._rollout.max_tokens:
             return msgspec.structs.replace(answer, finish="length")
         return msgspec.structs.replace(answer, segments=(*answer.segments, Segment.given(tokens)))

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 
-class Trial:
+class Quarantine:
     """One per engine."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Trial:
         return request in self._spoiled
 
     @asynccontextmanager
-    async def on_trial(self) -> AsyncGenerator[None, None]:
+    async def hold(self) -> AsyncGenerator[None, None]:
         """Until the end of the block answers wait."""
         self._over.clear()
         try:

@@ -36,7 +36,7 @@ def own_ray() -> Generator[Path, None, None]:
         )
     tighten(_default_token())
     home = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    directory = scratch_dirs.owned_directory("", Path(home if len(home) <= LONGEST else "/tmp"))
+    directory = scratch_dirs.scratch_directory("", Path(home if len(home) <= LONGEST else "/tmp"))
     token, inside = directory / "auth_token", directory / "ray"  # Ray opens what it is given to everybody (0777)
     _write_private(token, _fresh_token())
     try:

@@ -13,11 +13,11 @@ from asyncrl.types import Ticket
 P = ParamSpec("P")
 T = TypeVar("T")
 REMEMBERED = 256
-"""Calls that came back."""
+"""CallTrace that came back."""
 Ended = Callable[[str, str], None]
 
 
-class Calls:
+class CallTrace:
     """Written by the event loop, read by the watchdog's thread: every read copies in one go."""
 
     def __init__(self, ended: Ended) -> None:
@@ -66,10 +66,10 @@ def _slots(value: Any) -> Generator[tuple[int, int], None, None]:
             yield from _slots(item)
 
 
-class Watched(StandIn):
+class TracedActor(StandIn):
     """An actor whose calls are taken down."""
 
-    def __init__(self, name: str, actor: object, calls: Calls) -> None:
+    def __init__(self, name: str, actor: object, calls: CallTrace) -> None:
         super().__init__(actor)
         self._name = name
         self._calls = calls
@@ -89,10 +89,10 @@ class Watched(StandIn):
         return call
 
 
-class WatchedSpawner:
+class TracingSpawner:
     """Spawns watched actors."""
 
-    def __init__(self, spawner: Spawner, calls: Calls) -> None:
+    def __init__(self, spawner: Spawner, calls: CallTrace) -> None:
         self._spawner = spawner
         self._calls = calls
 
@@ -105,7 +105,7 @@ class WatchedSpawner:
         with self._calls.under_way(name, "spawn"):
             actor = await self._spawner.spawn(name, resources, make, *given, **named)
         self._calls.actors[name] = actor
-        return cast(T, Watched(name, actor, self._calls))
+        return cast(T, TracedActor(name, actor, self._calls))
 
     async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
         return await self._spawner.gang(each, members, timeout_s)

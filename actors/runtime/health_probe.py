@@ -15,29 +15,29 @@ T = TypeVar("T")
 
 def ask(actors: Mapping[str, object], question: Callable[[Any], T], timeout_s: float) -> dict[str, T | ActorError]:
     """What `question` finds in each actor, aside of its event loop; who has not answered in time is left out."""
-    here = {name: question(actor) for name, actor in actors.items() if not is_apart(actor)}
+    here = {name: question(actor) for name, actor in actors.items() if not has_own_process(actor)}
     there = {
         name: handle_of(actor).__ray_call__.options(concurrency_group=ASIDE).remote(question)
         for name, actor in actors.items()
-        if is_apart(actor)
+        if has_own_process(actor)
     }
     return {**here, **_answers(there, timeout_s)}
 
 
-def taking_calls(actors: Mapping[str, object], timeout_s: float) -> set[str]:
+def responsive(actors: Mapping[str, object], timeout_s: float) -> set[str]:
     """The actors with processes of their own whose event loops answer in time."""
-    asked = {name: handle_of(actor).__ray_call__.remote(_nothing) for name, actor in actors.items() if is_apart(actor)}
-    return set(_answers(asked, timeout_s))
+    apart = {name: handle_of(actor) for name, actor in actors.items() if has_own_process(actor)}
+    return set(_answers({name: handle.__ray_call__.remote(_nothing) for name, handle in apart.items()}, timeout_s))
 
 
-def is_apart(actor: object) -> bool:
+def has_own_process(actor: object) -> bool:
     """Whether it has a process of its own."""
     return handle_of(actor) is not None
 
 
 def kill(actor: object) -> None:
     """End an actor for good, hung or stopped as it may be; nothing happens to one that has no process of its own."""
-    if is_apart(actor):
+    if has_own_process(actor):
         import ray
 
         ray.kill(handle_of(actor))

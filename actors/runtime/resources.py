@@ -27,7 +27,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     """How often its process is made anew after it has died, with the state that it began with; -1: always."""
     repeatable: bool = False
-    """Calls that were under way when it died are made again: right only for an actor without state."""
+    """CallTrace that were under way when it died are made again: right only for an actor without state."""
 
     def of(self, demand: Demand) -> "Resources":
         """The same actor, with what the placement gives it."""

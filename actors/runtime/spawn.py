@@ -24,7 +24,7 @@ from asyncrl.system.run_directory import OWNER_ONLY
 P = ParamSpec("P")
 T = TypeVar("T")
 ACTOR_CONCURRENCY = 100_000
-"""Calls one actor may have under way: each is a coroutine, and most of them only wait."""
+"""CallTrace one actor may have under way: each is a coroutine, and most of them only wait."""
 ASIDE = "aside"
 """A thread of each actor's process that answers while its event loop computes or hangs."""
 GARBAGE = (50_000, 20, 50)

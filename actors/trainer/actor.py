@@ -24,9 +24,9 @@ from asyncrl.precision.publication import Fp8Publication
 from asyncrl.system.devices import give_way
 from asyncrl.training import checkpoint
 from asyncrl.training.device import rank_device
-from asyncrl.training.distributed.ranks import Ranks, Seat
+from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.export import likeliest
-from asyncrl.training.guardrails import Watch
+from asyncrl.training.guardrails import Guardrails
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
@@ -63,7 +63,7 @@ class TrainerActor:
         buffer: BufferActor,
         drafter: DrafterActor | None = None,
         busy: Path | None = None,
-        seat: Seat | None = None,
+        seat: RankSeat | None = None,
     ) -> None:
         """With a `seat` it is one of several ranks, and waits for the others."""
         give_way()
@@ -73,7 +73,7 @@ class TrainerActor:
         self._checkpoints = checkpoints
         self._buffer = buffer
         self._learner = Learner(model_path, run, None if seat is None else _join(run, seat))
-        self._watch = Watch(run.sentinel, run.rollout.precision)
+        self._guardrails = Guardrails(run.sentinel, run.rollout.precision)
         self._fp8 = Fp8Publication(run, self._learner.model_config)
         self._writer = self._make_writer()
         self._consumed: list[int] = []
@@ -156,14 +156,14 @@ class TrainerActor:
         with self._at_work(), self._activity.doing(f"the update after version {self._learner.version}"):
             report = self._learner.step()
         self._send_hidden()
-        report = self._watch.check(report)
+        report = self._guardrails.check(report)
         self._samples_trained += report.samples
         return report
 
     async def export_weights(self, order: SendOrder) -> WeightManifest:
         """Put the current weights where the order's members can get them, with what to probe them by."""
         with self._activity.doing(f"putting version {self._learner.version} out"):
-            in_fp8 = None if self._watch.fell_back else self._fp8.of(self._learner.computing)
+            in_fp8 = None if self._guardrails.fell_back else self._fp8.of(self._learner.computing)
             manifest = self._writer.publish(self._learner.version, order)
             manifest = msgspec.structs.replace(manifest, fp8=None if in_fp8 is None else in_fp8())
         if not probe.wanted(self._run):
@@ -190,7 +190,7 @@ class TrainerActor:
         self._learner.ranks.leave()
 
 
-def _join(run: Run, seat: Seat) -> Ranks:
+def _join(run: Run, seat: RankSeat) -> Ranks:
     """Returns when all ranks are there."""
     from asyncrl.training.distributed.fsdp import FsdpRanks  # seconds, which a trainer that is alone does not spend
 

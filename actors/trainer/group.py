@@ -21,7 +21,7 @@ from actors.runtime.spawn import Spawner, StandIn, itself
 from actors.trainer.actor import Accumulated, TrainerActor
 from asyncrl.config import Run
 from asyncrl.errors import ActorError
-from asyncrl.training.distributed.ranks import Meeting
+from asyncrl.training.distributed.ranks import Rendezvous
 from asyncrl.training.report import StepReport
 from asyncrl.types import Delivery, SendOrder, WeightManifest
 
@@ -36,7 +36,7 @@ def rank_name(rank: int) -> str:
 
 def ranks_of(trainer: object) -> dict[str, object]:
     """The actors behind a trainer, by name."""
-    ranks = trainer.ranks if isinstance(trainer, TrainerGang) else [trainer]
+    ranks = trainer.ranks if isinstance(trainer, TrainerGroup) else [trainer]
     return {rank_name(number): rank for number, rank in enumerate(ranks)}
 
 
@@ -57,7 +57,7 @@ async def start(
     if world == 1:
         return await spawner.spawn("trainer", each, TrainerActor, run, model_path, checkpoints, buffer, drafter, busy)
     places = await spawner.gang(each, world, timeout_s)
-    meeting = Meeting(own_address(), world, timeout_s)
+    rendezvous = Rendezvous(own_address(), world, timeout_s)
     async with asyncio.TaskGroup() as tasks:
         starting = [
             tasks.create_task(
@@ -74,16 +74,16 @@ async def start(
                     seat,
                 )
             )
-            for seat, place in zip(meeting.seats, places, strict=True)
+            for seat, place in zip(rendezvous.seats, places, strict=True)
         ]
-    return cast(TrainerActor, TrainerGang([task.result() for task in starting], meeting))
+    return cast(TrainerActor, TrainerGroup([task.result() for task in starting], rendezvous))
 
 
-class TrainerGang(StandIn):
-    def __init__(self, ranks: Sequence[TrainerActor], meeting: Meeting) -> None:
+class TrainerGroup(StandIn):
+    def __init__(self, ranks: Sequence[TrainerActor], rendezvous: Rendezvous) -> None:
         super().__init__(itself(ranks[0]))
         self.ranks = ranks
-        self._meeting = meeting
+        self._meeting = rendezvous
         self._turn = asyncio.Lock()
         self._broken = ""
 

@@ -18,7 +18,7 @@ class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Begun(_Event, frozen=True):
-    """First record of a journal: the terms that the arithmetic of the whole run rests on."""
+    """First record of a journal: the rules that the arithmetic of the whole run rests on."""
 
     group_size: int
     groups_per_step: int

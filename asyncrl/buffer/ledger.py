@@ -1,4 +1,4 @@
-"""The book of a run: who may generate, what may be trained on, and where every slot is. Pure: no files, no clock.
+"""The ledger of a run: who may generate, what may be trained on, and where every slot is. Pure: no files, no clock.
 
 Vocabulary. P groups make a step. `step` is the one being assembled; it trains on the weights of version `step`.
 `version <= step` is what engines serve. `taken` groups of the step are delivered. A group admitted at version v under
@@ -43,12 +43,12 @@ from asyncrl.buffer.journal import (
     Renewed,
     Stored,
 )
-from asyncrl.types import BufferStatus, Ledger, Slot
+from asyncrl.types import BufferStatus, LedgerCounts, Slot
 
-# The words of the book: what it is told once, what it keeps of a group, and what it answers.
+# The words of the ledger: what it is told once, what it keeps of a group, and what it answers.
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
     """The constants of the arithmetic."""
 
     group_size: int
@@ -70,7 +70,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return Begun(self.group_size, self.groups_per_step, self.max_staleness)
 
 
-class Lease(msgspec.Struct):
+class AdmittedGroup(msgspec.Struct):
     """A group between admission and its end."""
 
     version: int
@@ -107,24 +107,24 @@ INCOMPLETE, UNINFORMATIVE = "group_incomplete", "uninformative"
 NEVER = float("inf")
 
 
-class Book:
+class Ledger:
     """State and decisions. A decision never changes the state; `apply` does, and nothing else does."""
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
+    def __init__(self, rules: LedgerRules) -> None:
+        self.rules = rules
         self.step = 0
         self.version = 0
         self.next_group = 0
         self.bytes = 0
         """Held by stored samples and set aside for missing ones, of all groups not yet consumed."""
         self.waste: Counter[str] = Counter()
-        self.waiting: dict[int, Lease] = {}
+        self.waiting: dict[int, AdmittedGroup] = {}
         """Groups not yet delivered, in order of admission."""
         self.num_complete = 0
         """How many of them have all their samples."""
-        self.delivered: dict[int, Lease] = {}
+        self.delivered: dict[int, AdmittedGroup] = {}
         """Groups of the present step that the trainer holds."""
-        self.bound = terms.max_staleness
+        self.bound = rules.max_staleness
         """Staleness bound of new groups."""
         self._latest_expiry = 0
         self._uninformative: set[int] = set()
@@ -132,13 +132,13 @@ class Book:
         self._late: set[Slot] = set()
         self._due: Counter[int] = Counter()
         self._first_due: int | None = None  # remembered by `next_deadline`
-        self._sample_bytes = terms.sample_bytes
+        self._sample_bytes = rules.sample_bytes
         self._in_flight = self._buffered = self._consumed = 0
         self._drops: Counter[str] = Counter()
 
-    def counts(self) -> Ledger:
-        return Ledger(
-            leased=self.next_group * self.terms.group_size,
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(
+            leased=self.next_group * self.rules.group_size,
             in_flight=self._in_flight,
             buffered=self._buffered,
             consumed=self._consumed,
@@ -162,18 +162,18 @@ class Book:
 
     def places(self, step: int) -> int:
         """Deliveries still possible up to and including `step`."""
-        return (step - self.step + 1) * self.terms.groups_per_step - len(self.delivered)
+        return (step - self.step + 1) * self.rules.groups_per_step - len(self.delivered)
 
     def missing(self, group: int) -> tuple[int, ...]:
-        return tuple(i for i in range(self.terms.group_size) if i not in self.waiting[group].samples)
+        return tuple(i for i in range(self.rules.group_size) if i not in self.waiting[group].samples)
 
     def complete(self, group: int) -> bool:
-        return len(self.waiting[group].samples) == self.terms.group_size
+        return len(self.waiting[group].samples) == self.rules.group_size
 
     @property
     def idle(self) -> bool:
         """Nothing is being generated, and what is here does not make a step."""
-        return not self._in_flight and len(self.waiting) + len(self.delivered) < self.terms.groups_per_step
+        return not self._in_flight and len(self.waiting) + len(self.delivered) < self.rules.groups_per_step
 
     @property
     def feasible(self) -> bool:
@@ -186,22 +186,22 @@ class Book:
         return True
 
     def admission(self, now: float) -> Admitted | Refusal:
-        last, total = self.version + self.bound, self.terms.total_steps
+        last, total = self.version + self.bound, self.rules.total_steps
         places = self.places(last if total is None else min(last, total - 1))
         if len(self.waiting) >= places:
             unpublished = f", version {self.step} is not published" if self.version < self.step else ""
             return Refusal(f"staleness: {len(self.waiting)} groups wait to be trained{unpublished}")
-        if 0 < self.terms.max_ready <= (ready := self._soon_ready()):
+        if 0 < self.rules.max_ready <= (ready := self._soon_ready()):
             return Refusal(f"freshness: {ready} groups are complete or just begun, flow.max_ready_groups as well")
-        need, limit = self.terms.group_size * self._sample_bytes, self.terms.max_bytes
+        need, limit = self.rules.group_size * self._sample_bytes, self.rules.max_bytes
         if self.bytes + need > limit:
             return Refusal(f"memory: {self.bytes} of {limit} bytes are held or promised, a group needs {need}", need)
-        return Admitted(self.next_group, self.version, now + self.terms.group_timeout_s, self._sample_bytes)
+        return Admitted(self.next_group, self.version, now + self.rules.group_timeout_s, self._sample_bytes)
 
     def status(self, slot: Slot) -> Literal["stored", "duplicate", "dropped"]:
         """What an append to `slot` would be answered."""
-        if not (0 <= slot.group < self.next_group and 0 <= slot.sample < self.terms.group_size):
-            raise ValueError(f"slot {slot} was never leased: {self.next_group} groups of {self.terms.group_size} were")
+        if not (0 <= slot.group < self.next_group and 0 <= slot.sample < self.rules.group_size):
+            raise ValueError(f"slot {slot} was never leased: {self.next_group} groups of {self.rules.group_size} were")
         if slot.group in self._dropped:
             return "dropped"
         lease = self.waiting.get(slot.group)
@@ -221,7 +221,7 @@ class Book:
         ]
 
     def uninformative(self) -> list[Dropped]:
-        """Complete groups that there is nothing to learn from, where the terms say that those end."""
+        """Complete groups that there is nothing to learn from, where the rules say that those end."""
         return [Dropped(group, UNINFORMATIVE) for group in sorted(self._uninformative)]
 
     @property
@@ -235,13 +235,13 @@ class Book:
     def choice(self, limit: int) -> Choice:
         """The oldest complete groups, at most `limit`, that leave everybody else trainable in time."""
         stale, chosen, due = list[int](), list[int](), self._due.copy()
-        places, size = min(limit, self.places(self.step)), self.terms.group_size
+        places, size = min(limit, self.places(self.step)), self.rules.group_size
         for group, lease in self.waiting.items():
             if len(chosen) >= places:
                 break
             if len(lease.samples) < size:
                 continue
-            if self.step - min(sample.oldest for sample in lease.samples.values()) > self.terms.max_staleness:
+            if self.step - min(sample.oldest for sample in lease.samples.values()) > self.rules.max_staleness:
                 stale.append(group)
             elif self._can_pass(due, lease.expiry, len(chosen)):
                 chosen.append(group)
@@ -279,11 +279,13 @@ class Book:
         self._latest_expiry = max(self._latest_expiry, event.version + self.bound)
         if event.deadline < self.next_deadline:
             self._first_due = event.group
-        self.waiting[event.group] = Lease(event.version, self._latest_expiry, event.deadline, event.sample_bytes)
+        self.waiting[event.group] = AdmittedGroup(
+            event.version, self._latest_expiry, event.deadline, event.sample_bytes
+        )
         self._due[self._latest_expiry] += 1
         self.next_group = event.group + 1
-        self._in_flight += self.terms.group_size
-        self.bytes += self.terms.group_size * event.sample_bytes
+        self._in_flight += self.rules.group_size
+        self.bytes += self.rules.group_size * event.sample_bytes
 
     def _store(self, event: Stored) -> None:
         lease = self.waiting[event.group]
@@ -292,7 +294,7 @@ class Book:
         self._sample_bytes = max(self._sample_bytes, event.bytes)
         if self.complete(event.group):
             self.num_complete += 1
-            if self.terms.drop_uninformative and lease.uninformative:
+            if self.rules.drop_uninformative and lease.uninformative:
                 self._uninformative.add(event.group)
         self._in_flight -= 1
         self._buffered += 1
@@ -300,10 +302,10 @@ class Book:
     def _drop(self, event: Dropped) -> None:
         lease = self._end_wait(event.group)
         self.bytes -= self._held(lease)
-        self._in_flight -= self.terms.group_size - len(lease.samples)
+        self._in_flight -= self.rules.group_size - len(lease.samples)
         self._buffered -= len(lease.samples)
         self._dropped[event.group] = event
-        for sample in range(self.terms.group_size):
+        for sample in range(self.rules.group_size):
             self._drops[self._reason(event.group, sample)] += 1
         for sample, stored in lease.samples.items():
             self.waste[self._reason(event.group, sample)] += stored.tokens
@@ -315,18 +317,18 @@ class Book:
         for group in groups:
             self.delivered[group] = lease = self._end_wait(group)
             # A pruned segment leaves a consumed group without its samples when the journal is folded again.
-            pruned = self.terms.group_size - len(lease.samples)
+            pruned = self.rules.group_size - len(lease.samples)
             self._in_flight -= pruned
             self._buffered += pruned
 
     def _commit(self, step: int) -> None:
         self.bytes -= sum(self._held(lease) for lease in self.delivered.values())
-        self._buffered -= len(self.delivered) * self.terms.group_size
-        self._consumed += len(self.delivered) * self.terms.group_size
+        self._buffered -= len(self.delivered) * self.rules.group_size
+        self._consumed += len(self.delivered) * self.rules.group_size
         self.delivered = {}
         self.step = step + 1
 
-    def _end_wait(self, group: int) -> Lease:
+    def _end_wait(self, group: int) -> AdmittedGroup:
         self.num_complete -= self.complete(group)
         lease = self.waiting.pop(group)
         self._uninformative.discard(group)
@@ -349,8 +351,8 @@ class Book:
                 return False
         return True
 
-    def _held(self, lease: Lease) -> int:
-        missing = self.terms.group_size - len(lease.samples)
+    def _held(self, lease: AdmittedGroup) -> int:
+        missing = self.rules.group_size - len(lease.samples)
         return sum(stored.bytes for stored in lease.samples.values()) + missing * lease.sample_bytes
 
     def _reason(self, group: int, sample: int) -> str:

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from typing import NamedTuple, TypeVar
 
 from asyncrl.buffer.journal import Admitted, Advanced, Committed, Delivered, Dropped, Journal, Record, Stored
-from asyncrl.buffer.ledger import Book, Terms
+from asyncrl.buffer.ledger import Ledger, LedgerRules
 from asyncrl.buffer.log import Log
 from asyncrl.buffer.payloads import Payloads
 from asyncrl.data import arrow
@@ -51,10 +51,10 @@ class History(NamedTuple):
     admission to its end, and both are records."""
 
 
-def read_history(journal: Journal, log: Log | None, payloads: Payloads, terms: Terms) -> History:
+def read_history(journal: Journal, log: Log | None, payloads: Payloads, rules: LedgerRules) -> History:
     """Everything on disk, checked and indexed; the logs are ready to append after it."""
     records = journal.recover()
-    _check_terms(records, terms)
+    _check_rules(records, rules)
     admitted = {record.group: record.version for record in records if isinstance(record, Admitted)}
     stored: dict[int, list[Stored]] = defaultdict(list)
     for place, frame in log.recover() if log else ():
@@ -72,22 +72,22 @@ def read_history(journal: Journal, log: Log | None, payloads: Payloads, terms: T
     return History(records, stored)
 
 
-def _check_terms(records: list[Record], terms: Terms) -> None:
-    """The arithmetic of the journal only holds under the terms it was written with."""
-    if records and records[0] != terms.begun:
+def _check_rules(records: list[Record], rules: LedgerRules) -> None:
+    """The arithmetic of the journal only holds under the rules it was written with."""
+    if records and records[0] != rules.begun:
         raise ConfigError(
-            f"the buffer was begun with {records[0]} and cannot go on with {terms.begun}; resume with the same settings"
+            f"the buffer was begun with {records[0]} and cannot go on with {rules.begun}; resume with the same settings"
         )
 
 
 Step = TypeVar("Step", Delivered, Committed)
 
 
-class Timeline:
-    """Book, journal and payloads, moved together."""
+class JournaledLedger:
+    """Ledger, journal and payloads, moved together."""
 
-    def __init__(self, book: Book, journal: Journal, payloads: Payloads) -> None:
-        self._book, self._journal, self._payloads = book, journal, payloads
+    def __init__(self, ledger: Ledger, journal: Journal, payloads: Payloads) -> None:
+        self._ledger, self._journal, self._payloads = ledger, journal, payloads
         self._script: deque[Record] = deque()
         self._stored: dict[int, list[Stored]] = {}
         self._published = 0
@@ -97,7 +97,7 @@ class Timeline:
 
     @property
     def replaying(self) -> bool:
-        return bool(self._script) or self._published < self._book.version
+        return bool(self._script) or self._published < self._ledger.version
 
     def record(self, *records: Record) -> None:
         self._journal.write(*records)
@@ -107,11 +107,11 @@ class Timeline:
     def restore(self, history: History, step: int) -> None:
         """Fold up to the checkpoint after `step` optimizer steps; engines start with that version."""
         self._script, self._stored, self._published = deque(history.records), history.stored, step
-        while self._script and self._book.step < step:
+        while self._script and self._ledger.step < step:
             self._follow()
-        if self._book.step < step:
+        if self._ledger.step < step:
             raise CheckpointError(
-                f"the checkpoint is at step {step}, but the buffer's records end in step {self._book.step}: they do "
+                f"the checkpoint is at step {step}, but the buffer's records end in step {self._ledger.step}: they do "
                 f"not belong together, or the records were lost with the machine"
             )
         self._catch_up()
@@ -129,7 +129,7 @@ class Timeline:
 
     def publish(self, version: int) -> None:
         self._published = max(self._published, version)
-        if not self._script and self._published > self._book.version:
+        if not self._script and self._published > self._ledger.version:
             self.record(Advanced(self._published))
 
     def first_needed(self, step: int) -> int:
@@ -145,21 +145,21 @@ class Timeline:
             raise CorruptSegmentError(f"{record} does not follow from the records before it") from error
 
     def _act(self, record: Record) -> None:
-        """Apply a record to the book, and let go of the payloads whose group it ends."""
+        """Apply a record to the ledger, and let go of the payloads whose group it ends."""
         if isinstance(record, Committed):
-            self._first_of_step[record.step] = self._payloads.first_sequence(self._book.delivered)
-            for group in self._book.delivered:
+            self._first_of_step[record.step] = self._payloads.first_sequence(self._ledger.delivered)
+            for group in self._ledger.delivered:
                 self._payloads.forget(group)
         elif isinstance(record, Dropped):
             self._payloads.forget(record.group)
-        self._book.apply(record)
+        self._ledger.apply(record)
         if isinstance(record, Admitted):
             for stored in self._stored.pop(record.group, ()):
-                self._book.apply(stored)
+                self._ledger.apply(stored)
 
     def _catch_up(self) -> None:
         while self._script and not isinstance(self._script[0], Delivered | Committed):
             self._follow()
         if not self._script:
-            self.orphaned = self._book.num_complete < len(self._book.waiting)
+            self.orphaned = self._ledger.num_complete < len(self._ledger.waiting)
             self.publish(self._published)

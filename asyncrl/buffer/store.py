@@ -1,4 +1,4 @@
-"""The trajectory buffer: a book of what is where, a journal of its decisions, and a log of trajectories.
+"""The trajectory buffer: a ledger of what is where, a journal of its decisions, and a log of trajectories.
 
 Guarantees, by durability level (`memory`: nothing survives; `process`: kill -9; `disk`: power loss; the loss of a node
 only if the directory is on shared storage):
@@ -9,7 +9,7 @@ only if the directory is on shared storage):
 - leased = in flight + buffered + consumed + dropped, at every moment;
 - a resumed run is handed exactly what was delivered after its checkpoint, in the same order and grouping.
 
-Everything is written before it is acted on, and recovery folds what was written through the same `Book`, so there is
+Everything is written before it is acted on, and recovery folds what was written through the same `Ledger`, so there is
 one code path. Synchronous and single-threaded; waiting and the clock belong to `actors.buffer`.
 """
 
@@ -19,14 +19,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from asyncrl.buffer.journal import Admitted, Committed, Delivered, Dropped, Journal, Limited, Renewed
-from asyncrl.buffer.ledger import NEVER, Book, Refusal, Terms
+from asyncrl.buffer.ledger import NEVER, Ledger, LedgerRules, Refusal
 from asyncrl.buffer.log import lock_directory
 from asyncrl.buffer.payloads import Payloads, open_log
-from asyncrl.buffer.replay import Sample, Timeline, check, read_history
+from asyncrl.buffer.replay import JournaledLedger, Sample, check, read_history
 from asyncrl.buffer.retention import Cursors
 from asyncrl.config import Buffer
 from asyncrl.errors import ConfigError
-from asyncrl.types import BufferStatus, Delivery, Ledger, Receipt, Slot, Ticket
+from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Slot, Ticket
 
 TRAINER = "trainer"
 SAMPLE_BYTES = 1 << 16
@@ -53,8 +53,8 @@ class TrajectoryBuffer:
         drop_uninformative: bool = False,
     ) -> None:
         """`restore_step`: optimizer steps in the checkpoint that is resumed from; engines are expected to start with
-        that version. For the others see `Terms`."""
-        self._terms = Terms(
+        that version. For the others see `LedgerRules`."""
+        self._rules = LedgerRules(
             group_size=group_size,
             groups_per_step=groups_per_step,
             max_staleness=max_staleness,
@@ -71,8 +71,8 @@ class TrajectoryBuffer:
         self._log = open_log(home, run_id, settings) if home else None
         self._journal = Journal(home, run_id=run_id, sync=settings.durability == "disk")
         self._payloads = Payloads(self._log)
-        self._book = Book(self._terms)
-        self._timeline = Timeline(self._book, self._journal, self._payloads)
+        self._ledger = Ledger(self._rules)
+        self._journaled = JournaledLedger(self._ledger, self._journal, self._payloads)
         with ExitStack() as undo:
             undo.callback(self._unlock)
             self._restore(restore_step)
@@ -81,16 +81,16 @@ class TrajectoryBuffer:
     # -- producers -----------------------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Ticket | Refusal:
-        """Lease the slots of a new group, or say what it has to wait for."""
+        """AdmittedGroup the slots of a new group, or say what it has to wait for."""
         decision = self._admission(now)
         if isinstance(decision, Refusal):
-            if decision.lacking and self._book.idle:
+            if decision.lacking and self._ledger.idle:
                 raise ConfigError(
-                    f"buffer.max_bytes={self._terms.max_bytes} cannot hold one step of {self._terms.groups_per_step} "
-                    f"groups of {decision.lacking} bytes: set it to {self._terms.groups_per_step * decision.lacking}"
+                    f"buffer.max_bytes={self._rules.max_bytes} cannot hold one step of {self._rules.groups_per_step} "
+                    f"groups of {decision.lacking} bytes: set it to {self._rules.groups_per_step * decision.lacking}"
                 )
             return decision
-        self._timeline.record(decision)
+        self._journaled.record(decision)
         return self._ticket(decision.group)
 
     def append(self, payload: bytes) -> Receipt:
@@ -105,14 +105,14 @@ class TrajectoryBuffer:
         self._require_live("append")
         samples = [check(payload) for payload in batch]
         for sample in samples:
-            self._book.status(sample.slot)
+            self._ledger.status(sample.slot)
         return samples
 
     def append_checked(self, samples: Sequence[Sample]) -> list[Receipt]:
         receipts: list[Receipt] = []
         fresh: dict[Slot, Sample] = {}
         for sample in samples:
-            status = self._book.status(sample.slot)
+            status = self._ledger.status(sample.slot)
             receipts.append(Receipt(sample.slot, "duplicate" if sample.slot in fresh else status))
             if status == "stored":
                 fresh.setdefault(sample.slot, sample)
@@ -121,15 +121,15 @@ class TrajectoryBuffer:
         if fresh:
             self._payloads.put([(sample.slot, sample.payload) for sample in fresh.values()])
         for sample in fresh.values():
-            self._book.apply(sample.stored(self._book.waiting[sample.slot.group].version))
+            self._ledger.apply(sample.stored(self._ledger.waiting[sample.slot.group].version))
         return receipts
 
     def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
         """End a slot without a trajectory, and with it its group: siblings alone cannot be trained on."""
         self._require_live("fail")
-        status = self._book.status(slot)
+        status = self._ledger.status(slot)
         if status == "stored":
-            self._timeline.record(Dropped(slot.group, reason, slot.sample, tokens))
+            self._journaled.record(Dropped(slot.group, reason, slot.sample, tokens))
         elif status == "dropped":
             self._waste(slot, tokens)
         return Receipt(slot, "duplicate" if status == "duplicate" else "dropped")
@@ -139,22 +139,22 @@ class TrajectoryBuffer:
         if self.replaying:
             return ()
         # Until `reissue` gives new deadlines, those of incomplete groups are the killed run's.
-        overdue = [] if self._timeline.orphaned else self._book.overdue(now)
-        ended = [*overdue, *self._book.uninformative()]
-        self._timeline.record(*ended)
+        overdue = [] if self._journaled.orphaned else self._ledger.overdue(now)
+        ended = [*overdue, *self._ledger.uninformative()]
+        self._journaled.record(*ended)
         return tuple(drop.group for drop in ended)
 
     def awaits(self, slot: Slot) -> bool:
         """Whether a trajectory for it would be stored."""
-        return self._book.status(slot) == "stored"
+        return self._ledger.status(slot) == "stored"
 
     def reissue(self, now: float, of: Collection[int] | None = None) -> list[Ticket]:
-        """Lease again, with new deadlines, what is missing of all groups or of some: its process was killed."""
+        """AdmittedGroup again, with new deadlines, what is missing of all groups or of some: its process was killed."""
         self._require_live("reissue")
-        among = self._book.waiting if of is None else [group for group in of if group in self._book.waiting]
-        groups = [group for group in among if not self._book.complete(group)]
-        self._timeline.record(*(Renewed(group, now + self._terms.group_timeout_s) for group in groups))
-        self._timeline.orphaned = False
+        among = self._ledger.waiting if of is None else [group for group in of if group in self._ledger.waiting]
+        groups = [group for group in among if not self._ledger.complete(group)]
+        self._journaled.record(*(Renewed(group, now + self._rules.group_timeout_s) for group in groups))
+        self._journaled.orphaned = False
         return [self._ticket(group) for group in groups]
 
     # -- the trainer ---------------------------------------------------------------------------------------------
@@ -165,82 +165,82 @@ class TrajectoryBuffer:
         At least `min_groups`, unless the step lacks fewer or its other places are reserved for stragglers in their
         last step. In a replay it is the next recorded delivery, whatever its size.
         """
-        step = self._book.step
-        if not (places := self._book.places(step)):
+        step = self._ledger.step
+        if not (places := self._ledger.places(step)):
             raise ValueError(f"step {step} has all its groups; commit it before taking more")
-        if event := self._timeline.repeat(Delivered):
+        if event := self._journaled.repeat(Delivered):
             return Delivery(step=event.step, groups=event.groups, replayed=True)
         enough = min(min_groups, max_groups, places)
-        if self._book.num_complete < enough:
+        if self._ledger.num_complete < enough:
             return None
-        choice = self._book.choice(max_groups)
-        self._timeline.record(*(Dropped(group, "stale") for group in choice.stale))
+        choice = self._ledger.choice(max_groups)
+        self._journaled.record(*(Dropped(group, "stale") for group in choice.stale))
         if len(choice.groups) < (1 if choice.reserved else enough):
             return None
-        self._timeline.record(Delivered(step, choice.groups))
+        self._journaled.record(Delivered(step, choice.groups))
         return Delivery(step=step, groups=choice.groups)
 
     def read(self, delivery: Delivery) -> list[bytes]:
         """The payloads of a delivery that is not yet committed, by group and sample."""
-        samples = range(self._terms.group_size)
+        samples = range(self._rules.group_size)
         return [self._payloads.get(Slot(group, sample)) for group in delivery.groups for sample in samples]
 
     def commit(self, step: int) -> None:
         """The optimizer has taken `step`: its groups are consumed. Repeating it is harmless."""
-        if step < self._book.step:
+        if step < self._ledger.step:
             return
-        if step > self._book.step or self._book.places(step):
-            taken = f"{len(self._book.delivered)} of {self._terms.groups_per_step} groups"
-            raise ValueError(f"step {step} cannot be committed: step {self._book.step} has taken {taken}")
-        if not self._timeline.repeat(Committed):
-            self._timeline.record(Committed(step))
+        if step > self._ledger.step or self._ledger.places(step):
+            taken = f"{len(self._ledger.delivered)} of {self._rules.groups_per_step} groups"
+            raise ValueError(f"step {step} cannot be committed: step {self._ledger.step} has taken {taken}")
+        if not self._journaled.repeat(Committed):
+            self._journaled.record(Committed(step))
 
     def advance(self, version: int) -> None:
         """Engines serve `version` from now on. Repeating it is harmless."""
-        if version > self._book.step:
-            raise ValueError(f"version {version} cannot be published: only {self._book.step} steps are committed")
-        self._timeline.publish(version)
+        if version > self._ledger.step:
+            raise ValueError(f"version {version} cannot be published: only {self._ledger.step} steps are committed")
+        self._journaled.publish(version)
 
     def limit(self, staleness: int) -> None:
         """Admit under this bound from now on, if the run's own is not tighter; a replay repeats what was recorded."""
-        bound = min(staleness, self._terms.max_staleness)
-        if bound != self._book.bound and not self.replaying:
-            self._timeline.record(Limited(bound))
+        bound = min(staleness, self._rules.max_staleness)
+        if bound != self._ledger.bound and not self.replaying:
+            self._journaled.record(Limited(bound))
 
     # -- the books -----------------------------------------------------------------------------------------------
 
     @property
     def replaying(self) -> bool:
         """Whether recorded deliveries, commits or publications are still to be repeated."""
-        return self._timeline.replaying
+        return self._journaled.replaying
 
     @property
     def next_deadline(self) -> float:
         """When `expire` next has something to do."""
-        return NEVER if self.replaying or self._timeline.orphaned else self._book.next_deadline
+        return NEVER if self.replaying or self._journaled.orphaned else self._ledger.next_deadline
 
     @property
     def torn_bytes(self) -> int:
         """Bytes of unfinished, never acknowledged writes that were cut off when the directory was opened."""
         return self._journal.torn_bytes + (self._log.torn_bytes if self._log else 0)
 
-    def ledger(self) -> Ledger:
-        return self._book.counts()
+    def ledger(self) -> LedgerCounts:
+        return self._ledger.counts()
 
     def waste(self) -> dict[str, int]:
         """Sampled tokens that were not trained on, by the reason of their drop."""
-        return dict(self._book.waste)
+        return dict(self._ledger.waste)
 
     def status(self) -> BufferStatus:
         admission = self._admission(now=0.0)
         refusal = admission.reason if isinstance(admission, Refusal) else ""
-        return self._book.situation(replaying=self.replaying, refusal=refusal)
+        return self._ledger.situation(replaying=self.replaying, refusal=refusal)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint after `step` optimizer steps is durable: the trainer's cursor moves to what it still needs."""
-        self.move_cursor(TRAINER, self._timeline.first_needed(step))
+        self.move_cursor(TRAINER, self._journaled.first_needed(step))
 
     def move_cursor(self, consumer: str, sequence: int) -> None:
         """Note durably that `consumer` needs nothing before `sequence`."""
@@ -268,29 +268,29 @@ class TrajectoryBuffer:
 
     def _waste(self, slot: Slot, tokens: int) -> None:
         """Count what was sampled for a group that had already ended."""
-        if tokens and (late := self._book.late(slot, tokens)):
-            self._timeline.record(late)
+        if tokens and (late := self._ledger.late(slot, tokens)):
+            self._journaled.record(late)
 
     def _restore(self, step: int | None) -> None:
-        history = read_history(self._journal, self._log, self._payloads, self._terms)
+        history = read_history(self._journal, self._log, self._payloads, self._rules)
         if not history.records:
-            history.records.append(self._terms.begun)
+            history.records.append(self._rules.begun)
             self._journal.write(*history.records)
         elif step is None:
             raise ConfigError(f"{self._directory} already holds a run; resume it, or choose another name")
-        self._timeline.restore(history, step or 0)
+        self._journaled.restore(history, step or 0)
 
     def _admission(self, now: float) -> Admitted | Refusal:
         if self.replaying:
-            return Refusal(f"replay: the recorded step {self._book.step} is being repeated")
-        if self._timeline.orphaned:
+            return Refusal(f"replay: the recorded step {self._ledger.step} is being repeated")
+        if self._journaled.orphaned:
             return Refusal("resume: the samples that were in flight are to be re-issued first")
-        return self._book.admission(now)
+        return self._ledger.admission(now)
 
     def _ticket(self, group: int) -> Ticket:
-        lease, missing = self._book.waiting[group], self._book.missing(group)
+        lease, missing = self._ledger.waiting[group], self._ledger.missing(group)
         return Ticket(group=group, samples=missing, version=lease.version, deadline=lease.deadline)
 
     def _require_live(self, call: str) -> None:
         if self.replaying:
-            raise ValueError(f"{call} during the replay of step {self._book.step}: no ticket has been issued yet")
+            raise ValueError(f"{call} during the replay of step {self._ledger.step}: no ticket has been issued yet")

@@ -10,20 +10,20 @@ from asyncrl.errors import MissingDependencyError
 # The oldest releases that we run with: below each of these lies a known way in. Read without importing any of them.
 
 
-class Floor(NamedTuple):
+class MinimumVersion(NamedTuple):
     oldest: str
     why: str
 
 
-FLOORS = {
-    "ray": Floor(
+MINIMUM_VERSIONS = {
+    "ray": MinimumVersion(
         "2.59", "before it the token that keeps others out is not reliable, and CVE-2026-41486 and others run code"
     ),
-    "torch": Floor("2.6", "CVE-2025-32434: torch.load runs code even with weights_only"),
-    "pyarrow": Floor("14.0.1", "CVE-2023-47248: reading a file runs code"),
-    "hydra-core": Floor("1.3", "its override grammar is the one that we check"),
-    "jinja2": Floor("3.1.6", "CVE-2025-27516: a model's chat template leaves its sandbox"),
-    "safetensors": Floor("0.4.5", "the release that our reading of checkpoints is tested with"),
+    "torch": MinimumVersion("2.6", "CVE-2025-32434: torch.load runs code even with weights_only"),
+    "pyarrow": MinimumVersion("14.0.1", "CVE-2023-47248: reading a file runs code"),
+    "hydra-core": MinimumVersion("1.3", "its override grammar is the one that we check"),
+    "jinja2": MinimumVersion("3.1.6", "CVE-2025-27516: a model's chat template leaves its sandbox"),
+    "safetensors": MinimumVersion("0.4.5", "the release that our reading of checkpoints is tested with"),
 }
 VLLM = ("0.26", "0.30")
 """Our adapter works from the first to below the second (SECURITY.md on its CVEs)."""
@@ -37,7 +37,7 @@ def check() -> None:
 
 def problems() -> Iterator[str]:
     """A sentence for each package below its floor, with the command that mends it."""
-    for name, floor in FLOORS.items():
+    for name, floor in MINIMUM_VERSIONS.items():
         try:
             found = version(name)
         except PackageNotFoundError:

@@ -12,7 +12,7 @@ from pathlib import Path
 LOCK = ".owner"
 
 
-def owned_directory(prefix: str, where: Path) -> Path:
+def scratch_directory(prefix: str, where: Path) -> Path:
     """A fresh directory, mode 0700, whose name begins with `asyncrl-`."""
     for lock in where.glob(f"asyncrl-*/{LOCK}"):
         _remove_if_left(lock)

@@ -23,7 +23,7 @@ from asyncrl.types import Group
 # Groups with their rewards turned into advantages: what there is to learn from.
 
 
-def graded(run: Run, groups: Sequence[Group]) -> list[Block]:
+def with_advantages(run: Run, groups: Sequence[Group]) -> list[Block]:
     """The blocks that matter."""
     rewards = [_rewards(run, group) for group in groups]
     advantages = registry.entry(run.algorithm).advantages(run.algorithm, rewards)
@@ -46,7 +46,7 @@ def _rewards(run: Run, group: Group) -> Rewards:
     return rewards + overlong_penalty(run.algorithm.overlong, lengths, run.rollout.max_tokens)
 
 
-class Credit:
+class TokenAdvantages:
     def __init__(
         self,
         algorithm: Algorithm,

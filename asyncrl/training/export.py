@@ -23,14 +23,14 @@ from asyncrl.training.forward import predicting_states
 # are bf16 as autocast's would be; each is added to its master's in fp32 as soon as it is there, and dropped.
 
 
-class WorkingCopy:
+class Bf16Weights:
     """`refresh` after every change of the masters."""
 
     def __init__(self, master: Decoder) -> None:
         self.model = Decoder(master.config, torch.bfloat16).to(master.norm.device)
         self._pairs = list(zip(self.model.parameters(), master.parameters(), strict=True))
         for copy, owner in self._pairs:
-            copy.register_post_accumulate_grad_hook(partial(_hand_over, owner))
+            copy.register_post_accumulate_grad_hook(partial(_release_copy, owner))
         self.refresh()
 
     @torch.no_grad()
@@ -39,7 +39,7 @@ class WorkingCopy:
             copy.copy_(owner)
 
 
-def _hand_over(owner: nn.Parameter, copy: Tensor) -> None:
+def _release_copy(owner: nn.Parameter, copy: Tensor) -> None:
     grad = copy.grad
     assert grad is not None
     if owner.grad is None:
@@ -52,7 +52,7 @@ def _hand_over(owner: nn.Parameter, copy: Tensor) -> None:
 # Weights on their way out of a learner: whole, whatever part is here, and with adapters merged into them.
 
 
-class Outgoing:
+class Export:
     """Every rank makes the same calls."""
 
     def __init__(self, model: Decoder, ranks: Ranks, *, adapted: bool) -> None:

@@ -27,7 +27,7 @@ def alarms(figures: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(f"{name}={figures[name]:.3g} is {words}" for wrong, name, words in checks if wrong)
 
 
-class Watch:
+class Guardrails:
     """Stops a run that cannot recover by itself."""
 
     def __init__(self, settings: Sentinel, precision: str) -> None:

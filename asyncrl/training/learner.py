@@ -25,14 +25,14 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
 from asyncrl.training import memory
-from asyncrl.training.advantages import Credit, graded
+from asyncrl.training.advantages import TokenAdvantages, with_advantages
 from asyncrl.training.batches import PackedBatch, share
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
 from asyncrl.training.diagnostics import Observed, Ratios, figures, late, most_off_policy, shares
-from asyncrl.training.distributed.rank_stats import Findings, of_all
+from asyncrl.training.distributed.rank_stats import RankStats, of_all
 from asyncrl.training.distributed.ranks import Ranks
-from asyncrl.training.export import Outgoing, WorkingCopy
+from asyncrl.training.export import Bf16Weights, Export
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.guardrails import alarms
 from asyncrl.training.hidden_capture import HiddenTap
@@ -62,9 +62,9 @@ class Learner:
         # Weights that are not trained need no masters in fp32.
         held = torch.bfloat16 if narrow and adapts else torch.float32
         self.model, self.model_config = self._load(model_path, held, adapt=adapts)
-        self.outgoing = Outgoing(self.model, self.ranks, adapted=adapts)
+        self.outgoing = Export(self.model, self.ranks, adapted=adapts)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._working = WorkingCopy(self.model) if narrow and not adapts and self.ranks.world == 1 else None
+        self._working = Bf16Weights(self.model) if narrow and not adapts and self.ranks.world == 1 else None
         self._recompute = self._recomputes()
         self._policy = PolicyForward(self.computing, run, recompute=self._recompute)
         self._reference = self._make_reference(model_path)
@@ -135,10 +135,10 @@ class Learner:
             self._learn(groups)
 
     def _learn(self, groups: Sequence[Group]) -> None:
-        own = share(graded(self._run, groups), self._settings.token_budget, self.ranks.rank, self.ranks.world)
+        own = share(with_advantages(self._run, groups), self._settings.token_budget, self.ranks.rank, self.ranks.world)
         batches = [batch.to(self.device) for batch in own]
         if self.critic is not None or (self._algorithm.kl.placement == "reward" and self._algorithm.kl.coefficient):
-            credit = Credit(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
+            credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
         train_policy = not isinstance(self._algorithm, Ppo) or self.version >= self._algorithm.critic_warmup_steps
         for batch in batches if train_policy else ():
@@ -238,7 +238,7 @@ class Learner:
         if self.ranks.world == 1:
             return
         critic_loss = self.critic.loss if self.critic is not None else 0.0
-        found = of_all(self.ranks, Findings(self._loss, critic_loss, self._fault, self._sums, self._observed))
+        found = of_all(self.ranks, RankStats(self._loss, critic_loss, self._fault, self._sums, self._observed))
         self._loss, self._fault, self._sums, self._observed = found.loss, found.fault, found.sums, found.observed
         if self.critic is not None:
             self.critic.loss = found.critic_loss

@@ -110,7 +110,7 @@ def chaos(
         wrapper = write_wrapper(module, run.reward.function, seed, bad, run.steps * run.samples_per_step)
         named = [*named, f"reward.function={wrapper}"]
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as rays:
-        trial = Trial(directory, run.name, run.steps, named, rays, run.flow.stall_timeout_s + END_S)
+        trial = Quarantine(directory, run.name, run.steps, named, rays, run.flow.stall_timeout_s + END_S)
         try:
             trial.run(planned)
             said = trial.verdict(at_least)
@@ -124,7 +124,7 @@ def chaos(
     return 0
 
 
-class Trial:
+class Quarantine:
     """One run and what is done to it."""
 
     def __init__(

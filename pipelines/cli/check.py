@@ -11,7 +11,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.observe.audit.audit import Audit, audit
 from asyncrl.system.run_directory import RunDirectory, read_events
 from asyncrl.training.checkpoint import TrainingManifest, numbered, read_manifest
-from asyncrl.types import Ledger
+from asyncrl.types import LedgerCounts
 from pipelines.compose import from_yaml
 
 
@@ -42,7 +42,7 @@ def show(path: Path, found: Audit, console: Console) -> None:
         console.print(f"{name:<12}{text}")
 
 
-def conservation(ledger: Ledger) -> str:
+def conservation(ledger: LedgerCounts) -> str:
     """The sum by where the slots are."""
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.dropped.items()))
     return (

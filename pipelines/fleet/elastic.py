@@ -2,7 +2,7 @@
 
     who waits for whom (asyncrl.fleet.elastic decides)
         |
-        +-- grow:   hire -> start -> fetch the current version -> serve           nobody else stops
+        +-- grow:   place_engine -> start -> fetch the current version -> serve           nobody else stops
         +-- shrink: give it nothing more -> hand answers over -> leave -> end     they go on elsewhere from there
 
 A new engine reads the version that counts from where the trainer has put it: the shared memory of this machine, or the
@@ -26,7 +26,7 @@ from asyncrl.errors import ActorError, EngineError, WeightSyncError
 from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
 from asyncrl.types import EngineStats, WeightManifest
 from asyncrl.weights.transports.nccl import SCHEME as NCCL
-from pipelines.fleet.engine_pool import Replicas
+from pipelines.fleet.engine_pool import EnginePool
 from pipelines.recording.recorder import Recorder
 
 LOOKS = 20
@@ -64,20 +64,20 @@ async def engine_stats(fleet: Fleet, names: tuple[str, ...]) -> dict[str, Engine
     return {name: stats for name, stats in zip(names, found, strict=True) if isinstance(stats, EngineStats)}
 
 
-async def tune(run: Run, fleet: Fleet, replicas: Replicas) -> None:
+async def tune(run: Run, fleet: Fleet, engines: EnginePool) -> None:
     """Adapt how much each engine is given to what it says of itself; ends by being cancelled."""
     while True:
         await asyncio.sleep(run.concurrency.interval_s)
-        replicas.load.observe(time.monotonic(), await engine_stats(fleet, replicas.health.serving))
-        await replicas.notify()
+        engines.load.observe(time.monotonic(), await engine_stats(fleet, engines.health.serving))
+        await engines.notify()
 
 
-class Pool:
+class ElasticPool:
     def __init__(
         self,
         run: Run,
         fleet: Fleet,
-        replicas: Replicas,
+        engines: EnginePool,
         recorder: Recorder,
         waits: Waits,
         *,
@@ -90,7 +90,7 @@ class Pool:
         self._settings = run.elastic
         self._folder = Path(run.root).resolve() / run.name / "weights" / "joining"
         self._deadline_s = run.weights.deadline_s
-        self._fleet, self._replicas, self._recorder, self._waits = fleet, replicas, recorder, waits
+        self._fleet, self._engines, self._recorder, self._waits = fleet, engines, recorder, waits
         self._one_version, self._refit, self._places = one_version, refit, places
         self._policy = ElasticPolicy(run.elastic, run.rollout.replicas)
         self._names = (f"rollout-{number}" for number in count(run.rollout.replicas))
@@ -101,23 +101,23 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    self._fleet.hiring.expect(self._policy.wanted)
+                    self._fleet.factory.expect(self._policy.wanted)
                     self._follow(tasks)
                     await self._look()
         finally:
-            self._fleet.hiring.expect(0)
+            self._fleet.factory.expect(0)
 
     async def _look(self) -> None:
         """Measure one interval, and decide."""
-        serving = self._replicas.health.serving
+        serving = self._engines.health.serving
         for _ in range(LOOKS):
-            empty = self._replicas.load.empty(serving, self._places()) if self._waits.for_places else 0.0
+            empty = self._engines.load.empty(serving, self._places()) if self._waits.for_places else 0.0
             self._waits.meter.rollout(time.monotonic(), empty)
             await asyncio.sleep(self._settings.interval_s / LOOKS)
-        stats = (await engine_stats(self._fleet, self._replicas.health.serving)).values()
+        stats = (await engine_stats(self._fleet, self._engines.health.serving)).values()
         queued = sum(said.waiting for said in stats) / max(1, sum(said.running for said in stats))
         measured = self._waits.meter.read(time.monotonic(), queued)
-        size = len(self._replicas.health.serving)
+        size = len(self._engines.health.serving)
         self._recorder.event("pool", size=size, wanted=self._policy.wanted, **measured._asdict())
         resize = self._policy.observe(time.monotonic(), size, measured)
         if resize is not None:
@@ -125,7 +125,7 @@ class Pool:
 
     def _follow(self, tasks: asyncio.TaskGroup) -> None:
         """Begin what leads to the size that is wanted."""
-        health = self._replicas.health
+        health = self._engines.health
         for name in health.those("gone"):
             self._forget(name, self._fleet.engines.pop(name))
         more = self._policy.wanted - len(health.those("healthy", "stale", "restarting", "joining"))
@@ -146,7 +146,7 @@ class Pool:
             async with asyncio.timeout(self._settings.join_timeout_s):
                 version = await self._enter(name)
         except (TimeoutError, ActorError, EngineError) as error:
-            self._policy.refused(time.monotonic(), len(self._replicas.health.serving))
+            self._policy.refused(time.monotonic(), len(self._engines.health.serving))
             self._recorder.event(
                 "engine_not_joined", engine=name, reason=str(error) or "no place, or no weights, in time"
             )
@@ -154,28 +154,28 @@ class Pool:
         if version is None:
             await self._refit()
         self._recorder.span("engine_joined", begun, engine=name, version=version)
-        await self._replicas.notify()
+        await self._engines.notify()
 
     async def _enter(self, name: str) -> int | None:
         """Place and start it; the version that it serves, or None if everybody has to be given one for it."""
         actor: RolloutActor | None = None
         try:
-            actor = await self._fleet.hiring.hire(name)
+            actor = await self._fleet.factory.place_engine(name)
             await actor.start()
             async with self._one_version, asyncio.timeout(self._deadline_s):
                 version = await self._catch_up(name, actor)
-                self._replicas.health.started(name)
+                self._engines.health.started(name)
                 self._fleet.engines[name] = actor
                 if version is not None:
                     self._fleet.publisher.join(name)
-                    self._replicas.health.acknowledged(name, version)
+                    self._engines.health.acknowledged(name, version)
                 return version
         finally:
             if name not in self._fleet.engines:
                 self._forget(name, actor)
 
     async def _catch_up(self, name: str, actor: RolloutActor) -> int | None:
-        """Load the version that counts, with nobody else stopping; None if there is no way to it."""
+        """EngineLoad the version that counts, with nobody else stopping; None if there is no way to it."""
         current = self._fleet.publisher.current
         if current is None:
             return 0  # every engine begins with the weights of the run's model
@@ -196,22 +196,22 @@ class Pool:
         return None
 
     async def _from_peer(self) -> WeightManifest:
-        peer = min(self._replicas.health.serving, key=self._replicas.load.of)
-        return await self._fleet.engines[peer].hand_on(self._folder)
+        peer = min(self._engines.health.serving, key=self._engines.load.of)
+        return await self._fleet.engines[peer].export(self._folder)
 
     # -- an engine goes ------------------------------------------------------------------------------------------
 
     async def _drain(self, name: str) -> None:
         begun = time.time()
-        self._replicas.health.drain(name)
-        actor, samples = self._fleet.engines[name], self._replicas.load.of(name)
+        self._engines.health.drain(name)
+        actor, samples = self._fleet.engines[name], self._engines.load.of(name)
         self._recorder.event("engine_draining", engine=name, samples=samples)
         # Between two publications every engine has the same version: no answer goes on under an older one.
         async with self._one_version:
             with suppress(ActorError, TimeoutError):
                 async with asyncio.timeout(self._deadline_s):
-                    await actor.hand_over()
-        await self._replicas.idle(name)
+                    await actor.drain()
+        await self._engines.idle(name)
         async with self._one_version:
             self._fleet.publisher.leave(name)
             self._recorder.left(name, (await engine_stats(self._fleet, (name,))).get(name))
@@ -224,9 +224,9 @@ class Pool:
 
     def _forget(self, name: str, actor: RolloutActor | None) -> None:
         if actor is not None:
-            self._fleet.hiring.dismiss(actor)
-        self._replicas.health.left(name)
-        self._replicas.load.forget(name)
+            self._fleet.factory.end(actor)
+        self._engines.health.left(name)
+        self._engines.load.forget(name)
 
 
 async def _same(manifest: WeightManifest) -> WeightManifest:

@@ -35,12 +35,12 @@ WELL_USED = 0.5
 engines which are the bottleneck are between this and full."""
 
 
-class Load:
+class EngineLoad:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._held = Counter[str]()
         self._besides = Counter[str]()
-        """Calls that are no training work."""
+        """CallTrace that are no training work."""
         self._limits: dict[str, InFlightLimit] = {}
 
     def with_room(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ T = TypeVar("T")
 Begun = Mapping[Slot, tuple[Segment, ...]]
 
 
-class Replicas:
+class EnginePool:
     def __init__(
         self, run: Run, fleet: Fleet, task: Task, recorder: Recorder, refit: Callable[[], Awaitable[object]]
     ) -> None:
@@ -105,7 +105,7 @@ class Replicas:
         self._run, self._fleet, self._task, self._recorder, self._refit = run, fleet, task, recorder, refit
         self._actors = fleet.engines
         self.health = FleetHealth(tuple(self._actors), run.recovery.max_restarts)
-        self.load = Load(run)
+        self.load = EngineLoad(run)
         self._one_by_one = run.elastic.on or run.concurrency.adaptive
         """Each group is a call of its own, so that what an engine holds is known to the group."""
         self._changed = asyncio.Condition()

@@ -7,7 +7,7 @@ import msgspec
 
 from actors.buffer import BufferActor
 from actors.drafter.actor import DrafterActor
-from actors.fleet import Fleet, Hiring
+from actors.fleet import EngineFactory, Fleet
 from actors.publisher import DrafterLink, Publisher
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
@@ -42,7 +42,7 @@ async def place(
 
     taught = drafter if from_rollouts(run.drafter) else None
 
-    async def hire(name: str) -> RolloutActor:
+    async def place_engine(name: str) -> RolloutActor:
         learned = _learned(directory).get(name, [])
         return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward, taught, learned)
 
@@ -61,8 +61,8 @@ async def place(
                 timeout_s=backstop(run),
             )
         )
-        hiring = [tasks.create_task(hire(name)) for name in names]
-    trainer, rollouts = starting_trainer.result(), [task.result() for task in hiring]
+        factory = [tasks.create_task(place_engine(name)) for name in names]
+    trainer, rollouts = starting_trainer.result(), [task.result() for task in factory]
     await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
     engines, timeout_s = dict(zip(names, rollouts, strict=True)), backstop(run)
     link = DrafterLink(drafter, engines.values(), timeout_s=timeout_s) if drafter is not None else None
@@ -73,7 +73,7 @@ async def place(
         engines=engines,
         trainer=trainer,
         publisher=publisher,
-        hiring=Hiring(hire=hire, dismiss=spawner.end, expect=expecting(run, offer)),
+        factory=EngineFactory(place_engine=place_engine, end=spawner.end, expect=expecting(run, offer)),
         drafter=link,
     )
 

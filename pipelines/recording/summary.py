@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.system.run_directory import RunDirectory, replace
-from asyncrl.types import Ledger
+from asyncrl.types import LedgerCounts
 from pipelines.recording.recorder import Recorder, Row
 
 
@@ -15,7 +15,7 @@ def write(
     recorder: Recorder,
     *,
     status: str,
-    ledger: Ledger | None = None,
+    ledger: LedgerCounts | None = None,
     waste: dict[str, int] | None = None,
     error: str | None = None,
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the driver knows of its actors: asks them from time to time, remembers who answered, and draws the picture."""
+"""What the driver knows of its actors: asks them from time to time, remembers who answered, and draws the snapshot."""
 
 import time
 from collections import Counter
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import msgspec
 
 from actors.runtime import health_probe
-from actors.runtime.call_tracing import Calls
+from actors.runtime.call_tracing import CallTrace
 from asyncrl.config import Run
 from asyncrl.errors import ActorError
 from asyncrl.observe.diagnosis.activity import look
 from asyncrl.observe.diagnosis.explain import STARTING
-from asyncrl.observe.diagnosis.snapshot import ActorView, Health, Picture, Situation
+from asyncrl.observe.diagnosis.snapshot import ActorView, Health, Situation, Snapshot
 from asyncrl.system import processes
 
 DUMPED = 4
@@ -22,7 +22,7 @@ DUMPED = 4
 class Observer:
     """Used by one thread, the watchdog's. No method takes much longer than the time it is given."""
 
-    def __init__(self, run: Run, calls: Calls, ask_s: float) -> None:
+    def __init__(self, run: Run, calls: CallTrace, ask_s: float) -> None:
         self._run = run
         self._calls = calls
         self._ask_s = ask_s
@@ -83,11 +83,11 @@ class Observer:
         late = [name for name, heard in self._heard.items() if now - heard > seconds]
         return {name: self._view(name, set(), now) for name in late if name in self._calls.actors}
 
-    def picture(self, idle_s: float, last_progress: str, *, driver_blocked: bool) -> Picture:
-        taking = health_probe.taking_calls(self._calls.actors.copy(), self._ask_s)
+    def snapshot(self, idle_s: float, last_progress: str, *, driver_blocked: bool) -> Snapshot:
+        taking = health_probe.responsive(self._calls.actors.copy(), self._ask_s)
         now = time.monotonic()
         names = [name for name in self._calls.actors.copy() if name in self._said or name in self._dead]
-        return Picture(
+        return Snapshot(
             idle_s=idle_s,
             last_progress=last_progress,
             calls=self._calls.open,
@@ -118,19 +118,19 @@ class Observer:
             health = "dead"
         elif name not in self._answered:
             health = "silent"
-        elif name not in taking and (driver_blocked or health_probe.is_apart(self._calls.actors[name])):
+        elif name not in taking and (driver_blocked or health_probe.has_own_process(self._calls.actors[name])):
             health = "busy"
         still = now - self._stepped.get(name, (0, now))[1]
         return msgspec.structs.replace(view, health=health, process=process, still_s=still)
 
-    def stacks(self, suspects: Iterable[str], picture: Picture) -> dict[str, str]:
+    def stacks(self, suspects: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
         """Of the driver, of the suspects, and of the reward function if it is at work."""
         found = {"driver": processes.stacks_from_inside()}
-        for name in [name for name in suspects if name in picture.actors][:DUMPED]:
-            said = picture.actors[name].said
+        for name in [name for name in suspects if name in snapshot.actors][:DUMPED]:
+            said = snapshot.actors[name].said
             if said is None:
                 continue
-            if health_probe.is_apart(self._calls.actors.get(name)):
+            if health_probe.has_own_process(self._calls.actors.get(name)):
                 found[name] = self._stack(name, said)
             for judging in said.judging[:1]:
                 found[f"reward function (process {judging.pid})"] = self._outside(judging.pid, said.place)

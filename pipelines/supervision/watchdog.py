@@ -1,9 +1,9 @@
 """No progress for `flow.stall_timeout_s` ends the run with one sentence that says why.
 
 A thread, as the event loop itself may be what hangs. It asks every actor a cheap question from time to time; when no
-group was completed, no step taken, no version published and no held-out prompt answered for too long, it draws the
-picture, explains it, writes `stall.txt` and `stall.json`, and ends the run: the actors that hang are killed, the others
-close in good order. If that takes too long as well, or an interrupted run does not end, it ends the process.
+group was completed, no step taken, no version published and no held-out prompt answered for too long, it takes a
+snapshot, explains it, writes `stall.txt` and `stall.json`, and ends the run: the actors that hang are killed, the
+others close in good order. If that takes too long as well, or an interrupted run does not end, it ends the process.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 from rich.markup import escape
 
 from actors.runtime import health_probe
-from actors.runtime.call_tracing import Calls, WatchedSpawner
+from actors.runtime.call_tracing import CallTrace, TracingSpawner
 from actors.runtime.spawn import Spawner
 from asyncrl.config import Run
 from asyncrl.errors import StallError
 from asyncrl.observe.diagnosis import report
 from asyncrl.observe.diagnosis.explain import explain
-from asyncrl.observe.diagnosis.snapshot import Explanation, Picture
+from asyncrl.observe.diagnosis.snapshot import Explanation, Snapshot
 from asyncrl.system.run_directory import RunDirectory
 from pipelines.supervision.observer import Observer
 
@@ -41,7 +41,7 @@ PROGRESS = {
     "load_weights": "a version acknowledged by {}",
     "evaluate": "an evaluation by {}",
 }
-"""Calls whose end is progress, and how that is told."""
+"""CallTrace whose end is progress, and how that is told."""
 STARTING_S = 900.0
 """Least limit while actors are placed and engines load their models."""
 BACKSTOP_S = 60.0
@@ -74,7 +74,7 @@ class Watchdog:
         """`record` takes down events; `at_exit` is told status and error before the process is ended the hard way."""
         self._directory, self._say, self._record, self._at_exit = directory, say, record, at_exit
         self._limit_s = run.flow.stall_timeout_s
-        self._calls = Calls(self._ended)
+        self._calls = CallTrace(self._ended)
         self._ask_s = min(ASK_S, self._limit_s / 4)
         self._observer = Observer(run, self._calls, self._ask_s)
         self._last = ("the start", time.monotonic())
@@ -101,7 +101,7 @@ class Watchdog:
         self._thread.join(END_S)
 
     def over(self, spawner: Spawner) -> Spawner:
-        return WatchedSpawner(spawner, self._calls)
+        return TracingSpawner(spawner, self._calls)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the pipeline; StallError if it makes no progress."""
@@ -151,7 +151,7 @@ class Watchdog:
                 self.end(stall[0], hopeless=stall[1].driver_blocked)
             before = time.monotonic()
 
-    def _look(self) -> tuple[Explanation, Picture] | None:
+    def _look(self) -> tuple[Explanation, Snapshot] | None:
         if news := self._observer.poll():
             self.progress(news)
         self._tell_silent()
@@ -169,20 +169,20 @@ class Watchdog:
             self._say(f"{name} {how}; the run goes on as long as it can")
         self._told = set(silent)
 
-    def _stall(self, what: str, at: float) -> tuple[Explanation, Picture] | None:
-        picture = self._observer.picture(time.monotonic() - at, what, driver_blocked=self._driver_blocked())
+    def _stall(self, what: str, at: float) -> tuple[Explanation, Snapshot] | None:
+        snapshot = self._observer.snapshot(time.monotonic() - at, what, driver_blocked=self._driver_blocked())
         if self._last != (what, at):  # it was only slow
             return None
-        explanation = explain(picture)
-        stacks = self._observer.stacks(explanation.suspects, picture)
+        explanation = explain(snapshot)
+        stacks = self._observer.stacks(explanation.suspects, snapshot)
         try:
-            report.write(self._directory.path, explanation, picture, stacks)
+            report.write(self._directory.path, explanation, snapshot, stacks)
             self._record("stall", {"sentence": explanation.sentence, "chain": explanation.chain})
         except OSError as error:
             self._say(f"what follows could not be written into {self._directory.path}: {error}")
         self._say(escape(report.render(explanation, stacks)))
-        self._hung = [view.name for view in picture.actors.values() if view.health != "answers"]
-        return explanation, picture
+        self._hung = [view.name for view in snapshot.actors.values() if view.health != "answers"]
+        return explanation, snapshot
 
     def _driver_blocked(self) -> bool:
         answered = threading.Event()

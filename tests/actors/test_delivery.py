@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.rollout.delivery import Notes, Outbox
+from actors.rollout.delivery import DeliveryQueue, ProgressReporter
 from asyncrl.data.arrow import decode
 from asyncrl.fleet.delivery import gather_seconds
 from asyncrl.types import Segment, Slot
@@ -45,8 +45,8 @@ class Judge:
         return [RewardFailure("reward_error", "") if judged.answer == "bad" else 1.0 for judged in inputs]
 
 
-def outbox(buffer: SlowBuffer) -> Outbox:
-    return Outbox(cast(Any, buffer), cast(Any, Judge()), lambda slot: None, gather_s=0.001)
+def outbox(buffer: SlowBuffer) -> DeliveryQueue:
+    return DeliveryQueue(cast(Any, buffer), cast(Any, Judge()), lambda slot: None, gather_s=0.001)
 
 
 def test_one_call_at_a_time_takes_everything_that_was_finished_meanwhile() -> None:
@@ -55,7 +55,7 @@ def test_one_call_at_a_time_takes_everything_that_was_finished_meanwhile() -> No
         box = outbox(buffer)
         async with asyncio.TaskGroup() as tasks:
             for group in range(12):
-                tasks.create_task(box.hand_over(JUDGED, trajectory(group, 0)))
+                tasks.create_task(box.submit(JUDGED, trajectory(group, 0)))
                 await asyncio.sleep(0.005)
         assert [slot.group for call in buffer.calls for slot in call] == list(range(12)), "each once, none forgotten"
         assert len(buffer.calls) < 6
@@ -68,15 +68,15 @@ def test_a_failed_call_is_the_failure_of_those_in_it_alone() -> None:
         buffer = SlowBuffer()
         box = outbox(buffer)
         bad = RewardInput(prompt="", completion="", answer="bad")
-        await box.hand_over(bad, trajectory(2, 0))
-        first = asyncio.create_task(box.hand_over(JUDGED, trajectory(1, 0)))
+        await box.submit(bad, trajectory(2, 0))
+        first = asyncio.create_task(box.submit(JUDGED, trajectory(1, 0)))
         await asyncio.sleep(0.02)
-        second = asyncio.create_task(box.hand_over(JUDGED, trajectory(13, 0)))
+        second = asyncio.create_task(box.submit(JUDGED, trajectory(13, 0)))
         await first
         with pytest.raises(OSError, match="no space left"):
             await second
         assert buffer.failed == [Slot(2, 0)]
-        await box.hand_over(JUDGED, trajectory(4, 0))
+        await box.submit(JUDGED, trajectory(4, 0))
         assert buffer.calls[-1] == [Slot(4, 0)], "and it goes on"
 
     asyncio.run(scenario())
@@ -89,7 +89,7 @@ def test_the_more_engines_the_longer_their_answers_wait_for_company() -> None:
 def test_notes_of_updates_that_follow_each_other_are_one() -> None:
     async def scenario() -> None:
         buffer, begun = SlowBuffer(), {Slot(0, 0): (Segment.sampled((1,), (-1.0,), 0),)}
-        notes = Notes(cast(Any, buffer), engines=1)
+        notes = ProgressReporter(cast(Any, buffer), engines=1)
         for _ in range(20):
             notes.begin(begun)
             await asyncio.sleep(0.01)

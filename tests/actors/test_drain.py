@@ -71,7 +71,7 @@ def test_an_engine_that_leaves_hands_over_every_token_and_nothing_changes(model:
             if not leave:
                 await generating
                 return await _stored(at, 2), 0
-            await at.rollout.hand_over()
+            await at.rollout.drain()
             await asyncio.wait_for(generating, 30)
             late = (await at.buffer.admit(0.0)) or []
             assert not late, "every place is taken by the groups that are handed over"

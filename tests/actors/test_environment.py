@@ -12,7 +12,7 @@ import pytest
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
-from actors.rollout.generation import Answer, Answering
+from actors.rollout.generation import Completion, CompletionGenerator
 from asyncrl.config import Checkpoint, Flow, Reward, Rollout, Run, check
 from asyncrl.config.engine import FakeEngine, NativeEngine
 from asyncrl.config.user_code import Environment
@@ -61,11 +61,11 @@ class Replies:
 
 def conversation(
     model: Path, turns: Sequence[str], said: Sequence[str | None], *, max_turns: int = 8, max_tokens: int = 40
-) -> tuple[Answer, Scripted, Replies, Answering]:
+) -> tuple[Completion, Scripted, Replies, CompletionGenerator]:
     tokenizer = load_tokenizer(model)
     run = Run(environment=Environment(function="x:y", max_turns=max_turns), rollout=Rollout(max_tokens=max_tokens))
     engine, replies = Scripted(tokenizer.encode, *turns), Replies(*said)
-    answering = Answering(run, cast(Any, engine), tokenizer, cast(Any, replies))
+    answering = CompletionGenerator(run, cast(Any, engine), tokenizer, cast(Any, replies))
     opening = Request(
         id="0/0", tokens=tuple(tokenizer.encode(PROMPT.text)), sampling=Sampling(max_tokens=max_tokens), seed=1
     )

@@ -13,7 +13,7 @@ from actors.buffer import BufferActor
 from actors.publisher import Publisher
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
-from actors.rollout.quarantine import Trial
+from actors.rollout.quarantine import Quarantine
 from actors.trainer.actor import TrainerActor
 from asyncrl.config import Checkpoint, Flow, Rollout, Run, WarmStart, Weights
 from asyncrl.config.engine import FakeEngine, NativeEngine
@@ -215,10 +215,10 @@ def test_a_replica_that_joins_late_is_given_what_a_peer_serves(model: Path, tmp_
     async def scenario() -> None:
         async with scene(model, tmp_path) as at:
             with pytest.raises(WeightSyncError, match="rollout-0 has been given no version yet; ask the trainer"):
-                await at.rollout.hand_on(tmp_path / "late")
+                await at.rollout.export(tmp_path / "late")
             at.trainer.move()
             published = await at.publisher.publish()
-            manifest = await at.rollout.hand_on(tmp_path / "late")
+            manifest = await at.rollout.export(tmp_path / "late")
             assert (manifest.version, manifest.digest) == (1, published.digest)
 
     asyncio.run(scenario())
@@ -226,7 +226,7 @@ def test_a_replica_that_joins_late_is_given_what_a_peer_serves(model: Path, tmp_
 
 def test_answers_wait_for_the_verdict() -> None:
     async def scenario() -> None:
-        trial = Trial()
+        trial = Quarantine()
         with trial.running("good"):
             assert not await trial.spoiled("good")
         with trial.running("a"), trial.running("b"):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from actors.reward import RewardActor
-from actors.rollout.delivery import Outbox
+from actors.rollout.delivery import DeliveryQueue
 from asyncrl.config import Reward
 from asyncrl.data.arrow import decode
 from asyncrl.errors import ConfigError
@@ -130,7 +130,7 @@ def test_the_buffer_gets_the_last_rewards_and_the_reasons_of_the_rest() -> None:
 
     async def run() -> None:
         actor = RewardActor(Reward(function=keep_here(length, "test/reward")), after=(keep_here(halve, "test/stage"),))
-        outbox = Outbox(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
+        outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
         answers = [(RewardInput("p", "c" * n, ""), trajectory(n, n)) for n in (1, 2, 4)]
         await asyncio.gather(*(outbox.hand_over(*answer) for answer in answers))
         await actor.close()
@@ -156,7 +156,7 @@ def test_parts_pass_through_stages_that_keep_change_add_or_clear_them() -> None:
     async def run() -> None:
         stages = (keep_here(judge, "test/judge"), keep_here(after, "test/after"))
         actor = RewardActor(Reward(function=keep_here(graded, "test/graded")), after=stages)
-        outbox = Outbox(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
+        outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
         for n in (1, 2, 3, 4, 5):
             await outbox.hand_over(RewardInput("p", "c" * n, ""), trajectory(n, n))
         await actor.close()

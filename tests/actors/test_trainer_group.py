@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from actors.trainer import group
-from actors.trainer.group import TrainerGang, ranks_of
+from actors.trainer.group import TrainerGroup, ranks_of
 from asyncrl.errors import ActorError, CheckpointError
 
 
@@ -41,8 +41,8 @@ class Stuck(Rank):
         raise AssertionError
 
 
-def _gang(*ranks: Rank) -> TrainerGang:
-    return TrainerGang(cast(Any, ranks), cast(Any, None))
+def _gang(*ranks: Rank) -> TrainerGroup:
+    return TrainerGroup(cast(Any, ranks), cast(Any, None))
 
 
 def test_no_call_begins_before_every_rank_has_ended_the_one_before() -> None:

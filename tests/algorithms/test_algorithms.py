@@ -36,7 +36,7 @@ from asyncrl.config.algorithm import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.models.head import TokenLogprobs
-from asyncrl.training.advantages import Credit
+from asyncrl.training.advantages import TokenAdvantages
 from asyncrl.training.batches import PackedBatch, block, pack
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.forward import PolicyForward
@@ -262,7 +262,7 @@ def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
     )
     (batch,) = pack([block(Group(id=0, trajectories=trajectories), found.tolist())], 100)
     policy, reference = (_Policy(_tensor(*logp)) for logp in ((-1.0, -1.0, -2.0), (-1.2, -1.4, -1.4)))
-    (credited,) = Credit(settings, policy, reference, None, Ranks()).assign([batch])
+    (credited,) = TokenAdvantages(settings, policy, reference, None, Ranks()).assign([batch])
     scale = math.sqrt(0.14 / 3) + EPSILON
     assert credited.advantage_L.tolist() == pytest.approx([0.1 / scale, 0.2 / scale, -0.3 / scale], rel=1e-5)
 

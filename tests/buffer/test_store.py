@@ -10,7 +10,7 @@ from asyncrl.buffer.ledger import Refusal
 from asyncrl.buffer.reader import read_run, verify
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.types import Delivery, Ledger, Slot, Ticket
+from asyncrl.types import Delivery, LedgerCounts, Slot, Ticket
 from tests.buffer.test_log import file_size_limit
 from tests.support.buffer_stores import open_buffer, payload, trajectory
 
@@ -51,12 +51,12 @@ def test_a_trajectory_goes_through_once(tmp_path: Path, durability: str) -> None
     assert buffer.append(payload(0, 0)).status == "duplicate", "delivered"
     rest = buffer.take(2)
     assert rest == Delivery(step=0, groups=(second.group,))
-    assert buffer.ledger() == Ledger(leased=4, in_flight=0, buffered=4, consumed=0, dropped={})
+    assert buffer.ledger() == LedgerCounts(leased=4, in_flight=0, buffered=4, consumed=0, dropped={})
     with pytest.raises(ValueError, match="commit it before taking more"):
         buffer.take(1)
     buffer.commit(0)
     buffer.commit(0)
-    assert buffer.ledger() == Ledger(leased=4, in_flight=0, buffered=0, consumed=4, dropped={})
+    assert buffer.ledger() == LedgerCounts(leased=4, in_flight=0, buffered=0, consumed=4, dropped={})
     assert buffer.append(payload(0, 0)).status == "duplicate", "consumed"
     with pytest.raises(ValueError, match="not held"):
         buffer.read(delivery)
@@ -85,7 +85,7 @@ def test_failed_and_late_samples_are_counted_with_their_reason(tmp_path: Path) -
     assert buffer.expire(now=10.0) == (slow.group,)
     assert [buffer.append(payload(slow.group, 0, tokens=7)).status for _ in range(2)] == ["dropped", "dropped"]
     assert buffer.fail(Slot(slow.group, 1), "engine_error", tokens=2).status == "dropped"
-    assert buffer.ledger() == Ledger(
+    assert buffer.ledger() == LedgerCounts(
         leased=4, in_flight=0, buffered=0, consumed=0, dropped={"group_incomplete": 1, "reward_nan": 1, "timeout": 2}
     )
     assert buffer.waste() == {"group_incomplete": 5, "reward_nan": 3, "timeout": 9}

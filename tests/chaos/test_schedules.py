@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from asyncrl.buffer.ledger import Book
+from asyncrl.buffer.ledger import Ledger
 from asyncrl.types import Slot
 from tests.support.chaos_world import World
 
@@ -49,12 +49,12 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 def test_a_buffer_that_forgets_what_it_holds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedules can fail: with a book that takes a repeated sample for a new one, they name a seed."""
-    honest = Book.status
+    honest = Ledger.status
 
-    def forgetful(book: Book, slot: Slot) -> Literal["stored", "duplicate", "dropped"]:
+    def forgetful(book: Ledger, slot: Slot) -> Literal["stored", "duplicate", "dropped"]:
         answer = honest(book, slot)
         return "stored" if answer == "duplicate" and slot.group in book.waiting else answer
 
-    monkeypatch.setattr(Book, "status", forgetful)
+    monkeypatch.setattr(Ledger, "status", forgetful)
     with pytest.raises(pytest.fail.Exception, match=r"seed 0: .* was stored twice; repeat with .*run_schedule\(0\)"):
         run_schedule(0)

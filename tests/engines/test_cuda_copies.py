@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cuda.inputs import Sizes, StepInputs
 from asyncrl.engines.native.cuda.memory import KvMemory
 from asyncrl.engines.native.cuda.pages import PAGE, Copy, PageTable
@@ -55,7 +55,7 @@ def _bytes(pages: Tensor) -> Tensor:
 def test_the_siblings_of_a_step_share_one_call() -> None:
     """70 tokens are a full page, which is shared, and six more: three siblings copy those."""
     waiting = deque(Job(ask(f"{i}", (LONG * 9)[:71], seed=i)) for i in range(4))
-    calls, slots, pages = list[list[Copy]](), SlotTable(4, 4 * PAGE), PageTable(4, 4 * PAGE, 16)
+    calls, slots, pages = list[list[Copy]](), BatchTable(4, 4 * PAGE), PageTable(4, 4 * PAGE, 16)
     planner = Planner(slots, pages, waiting, calls.append, tiles=8, tile=16)
     fields = StepInputs(Sizes(4, 1, 4, 8, 16), Timeline(torch.device("cpu"))).next()
     planner.admit()

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.base import Engine
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.inputs import Sizes, StepInputs
 from asyncrl.engines.native.cuda.pages import PAGE, Copy, PageTable
@@ -140,7 +140,7 @@ def test_rows_are_computed_again_when_one_that_lagged_has_just_ended() -> None:
     """An answer may end in the step that computed its prompt, and weights may change before the next one is planned."""
     waiting = deque(Job(ask(name, LONG[:count])) for name, count in (("short", 3), ("long", 9)))
     short, long = waiting
-    slots, copies = SlotTable(2, 4 * PAGE), list[Copy]()
+    slots, copies = BatchTable(2, 4 * PAGE), list[Copy]()
     planner = Planner(slots, PageTable(2, 4 * PAGE, 8), waiting, copies.extend, tiles=4, tile=16)
     fields = StepInputs(Sizes(2, 1, 4, 4, 16), Timeline(torch.device("cpu"))).next()
     planner.admit()
@@ -152,7 +152,7 @@ def test_rows_are_computed_again_when_one_that_lagged_has_just_ended() -> None:
 
 
 def _planner(waiting: deque[Job], rows: int) -> Planner:
-    return Planner(SlotTable(rows, 4 * PAGE), PageTable(rows, 4 * PAGE, 8 * rows), waiting, _ignore, tiles=1, tile=16)
+    return Planner(BatchTable(rows, 4 * PAGE), PageTable(rows, 4 * PAGE, 8 * rows), waiting, _ignore, tiles=1, tile=16)
 
 
 def _ignore(_: list[Copy]) -> None: ...

@@ -23,7 +23,7 @@ from asyncrl.buffer.journal import (
 )
 from asyncrl.errors import CorruptSegmentError
 from asyncrl.observe.query import logs
-from asyncrl.observe.query.group_outcomes import Fates, read_fates, read_records
+from asyncrl.observe.query.group_outcomes import GroupOutcomes, read_group_outcomes, read_records
 from asyncrl.observe.query.logs import open_files
 from tests.observe.test_tables import ANY_FILE
 from tests.support.recorded_runs import RUN_ID, write_journal
@@ -43,8 +43,8 @@ records = st.one_of(
 )
 
 
-def read(directory: Path) -> Fates:
-    return read_fates(open_files(directory, journal.STEM, journal.SCHEMA_HASH))
+def read(directory: Path) -> GroupOutcomes:
+    return read_group_outcomes(open_files(directory, journal.STEM, journal.SCHEMA_HASH))
 
 
 @given(made=st.lists(records, max_size=30), seal=st.booleans(), stride=st.sampled_from([64, 300, 1 << 17]))

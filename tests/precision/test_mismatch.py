@@ -8,7 +8,7 @@ from asyncrl.algorithms.corrections import Corrected
 from asyncrl.config import Sentinel
 from asyncrl.errors import DivergenceError, Fp8Error
 from asyncrl.training.diagnostics import Observed, figures, shares
-from asyncrl.training.guardrails import Watch
+from asyncrl.training.guardrails import Guardrails
 from asyncrl.training.report import Share, StepReport
 
 
@@ -25,11 +25,11 @@ def _report(kl: float, *precisions: str) -> StepReport:
 
 def test_fp8_beyond_the_bound_stops_the_run() -> None:
     with pytest.raises(DivergenceError, match=r"mismatch_kl=0\.6 is past .*0\.6 at precision fp8_full"):
-        Watch(Sentinel(), "fp8_full").check(_report(0.6, "fp8_full"))
+        Guardrails(Sentinel(), "fp8_full").check(_report(0.6, "fp8_full"))
 
 
 def test_or_falls_back_and_says_so_once() -> None:
-    watch = Watch(Sentinel(on_fp8="fall_back"), "fp8_full")
+    watch = Guardrails(Sentinel(on_fp8="fall_back"), "fp8_full")
     assert watch.check(_report(0.4, "fp8_full")).alarms == ()
     assert not watch.fell_back
     (said,) = watch.check(_report(0.6, "fp8_full")).alarms
@@ -43,8 +43,8 @@ def test_or_falls_back_and_says_so_once() -> None:
 
 def test_or_ends_this_attempt_and_bears_with_old_answers_in_the_next() -> None:
     with pytest.raises(Fp8Error, match=r"mismatch_kl=0\.6 is past sentinel\.max_kl=0\.5 with FP8 rollouts"):
-        Watch(Sentinel(on_fp8="restart"), "fp8_full").check(_report(0.6, "fp8_full"))
-    again = Watch(Sentinel(on_fp8="restart"), "bf16")
+        Guardrails(Sentinel(on_fp8="restart"), "fp8_full").check(_report(0.6, "fp8_full"))
+    again = Guardrails(Sentinel(on_fp8="restart"), "bf16")
     assert len(again.check(_report(0.6, "fp8_full")).alarms) == 1
     with pytest.raises(DivergenceError, match="at precision bf16"):
         again.check(_report(0.6, "bf16"))
@@ -52,7 +52,7 @@ def test_or_ends_this_attempt_and_bears_with_old_answers_in_the_next() -> None:
 
 def test_falling_back_is_for_fp8_only() -> None:
     with pytest.raises(DivergenceError):
-        Watch(Sentinel(on_fp8="fall_back"), "fp8_full").check(_report(0.6, "bf16"))
+        Guardrails(Sentinel(on_fp8="fall_back"), "fp8_full").check(_report(0.6, "bf16"))
 
 
 def test_figures_by_precision() -> None:

@@ -173,10 +173,14 @@ def test_s12_versions_below_a_floor_stop_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list(minimum_versions.problems()) == []
-    for name, floor in minimum_versions.FLOORS.items():
+    for name, floor in minimum_versions.MINIMUM_VERSIONS.items():
         assert minimum_versions.release(version(name)) >= minimum_versions.release(floor.oldest)
     monkeypatch.setattr(minimum_versions, "version", {"ray": "2.54.0", "torch": "2.5.1+cpu"}.get)
-    monkeypatch.setattr(minimum_versions, "FLOORS", {name: minimum_versions.FLOORS[name] for name in ("ray", "torch")})
+    monkeypatch.setattr(
+        minimum_versions,
+        "MINIMUM_VERSIONS",
+        {name: minimum_versions.MINIMUM_VERSIONS[name] for name in ("ray", "torch")},
+    )
     with pytest.raises(MissingDependencyError):
         minimum_versions.check()
     assert main(["plan"]) == 2

@@ -55,7 +55,7 @@ def test_every_role_is_named_when_it_is_stopped(tmp_path: Path, model: Path, ray
                 assert "complete groups wait in the buffer and no new one is admitted (staleness:" in found.sentence
             written = msgspec.json.decode((tmp_path / "run" / "stall.json").read_bytes())
             assert written["sentence"] == found.sentence
-            assert written["picture"]["actors"][name]["health"] == "stopped"
+            assert written["snapshot"]["actors"][name]["health"] == "stopped"
             assert "Worker.main_loop" in written["stacks"][name] or "(py-spy" in written["stacks"][name]
 
     limits = (f"flow.stall_timeout_s={LIMIT_S}", "checkpoint.every=1", "checkpoint.keep=1")

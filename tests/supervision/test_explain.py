@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asyncrl.observe.diagnosis.explain import explain
-from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Doing, Judging, Picture, SampleAt, Situation
+from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Doing, Judging, SampleAt, Situation, Snapshot
 from asyncrl.types import BufferStatus
 
 
@@ -18,9 +18,9 @@ def buffer(**fields: object) -> ActorView:
     return ActorView(name="buffer", said=msgspec.structs.replace(said(), buffer=found))
 
 
-def picture(*actors: ActorView, calls: tuple[Call, ...], **fields: object) -> Picture:
+def snapshot(*actors: ActorView, calls: tuple[Call, ...], **fields: object) -> Snapshot:
     given = {"idle_s": 64.0, "last_progress": "an update", "group_timeout_s": 300.0, "reward_function": "my.py:f"}
-    return Picture(calls=calls, actors={view.name: view for view in actors}, **(given | fields))
+    return Snapshot(calls=calls, actors={view.name: view for view in actors}, **(given | fields))
 
 
 TAKE = Call(actor="buffer", method="take", seconds=64)
@@ -39,48 +39,48 @@ def rollout(stage: str = "", health: str = "answers", silent_s: float = 0.0, **f
 
 CASES = {
     "a rollout is stopped": (
-        picture(MISSING, rollout("generate", "stopped", 64), calls=(GENERATE, ADMIT, TAKE)),
+        snapshot(MISSING, rollout("generate", "stopped", 64), calls=(GENERATE, ADMIT, TAKE)),
         "trainer waits for group 81: sample 3 is on rollout-2, which is stopped (SIGSTOP) and has not answered for "
         "64 s, last event 66 s ago: x",
         "rollout-2",
     ),
     "a rollout is silent, for another reason": (
-        picture(MISSING, rollout("generate", "silent", 64), calls=(GENERATE, TAKE)),
+        snapshot(MISSING, rollout("generate", "silent", 64), calls=(GENERATE, TAKE)),
         "trainer waits for group 81: sample 3 is on rollout-2, which has not answered for 64 s (its process sleeps), "
         "last event 66 s ago: x",
         "rollout-2",
     ),
     "a rollout is dead": (
-        picture(MISSING, ActorView(name="rollout-2", health="dead"), calls=(GENERATE, TAKE)),
+        snapshot(MISSING, ActorView(name="rollout-2", health="dead"), calls=(GENERATE, TAKE)),
         "trainer waits for group 81: sample 3 is on rollout-2, which is dead",
         "rollout-2",
     ),
     "an engine hangs": (
-        picture(MISSING, rollout("generate"), calls=(GENERATE, TAKE)),
+        snapshot(MISSING, rollout("generate"), calls=(GENERATE, TAKE)),
         "trainer waits for group 81: sample 3 has been in generation on rollout-2 for 64 s, its engine (3 running, "
         "1 waiting) made its last step 62 s ago, last event 2 s ago: x",
         "rollout-2",
     ),
     "a sample was lost by an actor that still has its call": (
-        picture(MISSING, rollout(), calls=(GENERATE, TAKE)),
+        snapshot(MISSING, rollout(), calls=(GENERATE, TAKE)),
         "trainer waits for group 81: sample 3 is on rollout-2, which answers but does not know it any more: it was "
         "lost, last event 2 s ago: x, its group ends flow.group_timeout_s=300 s after admission",
         "rollout-2",
     ),
     "a sample was lost by an actor that is done": (
-        picture(MISSING, rollout(), calls=(TAKE,), ended={81: "rollout-2"}),
+        snapshot(MISSING, rollout(), calls=(TAKE,), ended={81: "rollout-2"}),
         "trainer waits for group 81: sample 3 was sent to rollout-2, which says that it is done: it was lost, its "
         "group ends flow.group_timeout_s=300 s after admission",
         None,
     ),
     "a sample was never sent": (
-        picture(MISSING, calls=(TAKE,)),
+        snapshot(MISSING, calls=(TAKE,)),
         "trainer waits for group 81: sample 3 was sent to nobody, its group ends flow.group_timeout_s=300 s after "
         "admission",
         None,
     ),
     "the reward function hangs": (
-        picture(
+        snapshot(
             MISSING,
             rollout("reward"),
             ActorView(name="reward", said=msgspec.structs.replace(said(), judging=(Judging(99, 63.0, 500.0),))),
@@ -91,7 +91,7 @@ CASES = {
         "reward",
     ),
     "the reward function is stopped": (
-        picture(
+        snapshot(
             MISSING,
             rollout("reward"),
             ActorView(name="reward", said=msgspec.structs.replace(said(), judging=(Judging(99, 63.0, 500.0, True),))),
@@ -102,7 +102,7 @@ CASES = {
         "reward",
     ),
     "the reward actor is stopped": (
-        picture(
+        snapshot(
             MISSING,
             rollout("reward"),
             ActorView(name="reward", health="stopped", silent_s=64, said=said()),
@@ -113,7 +113,7 @@ CASES = {
         "reward",
     ),
     "every sample is dropped": (
-        picture(
+        snapshot(
             MISSING, rollout("generate"), calls=(GENERATE, TAKE), idle_s=300.0, dropped={"reward_error": 9, "late": 3}
         ),
         "trainer waits for its next groups: 12 samples were dropped since the last progress (9 reward_error, 3 late), "
@@ -121,13 +121,13 @@ CASES = {
         "reward",
     ),
     "the buffer is stopped": (
-        picture(ActorView(name="buffer", health="stopped", silent_s=64, said=said()), calls=(ADMIT, TAKE)),
+        snapshot(ActorView(name="buffer", health="stopped", silent_s=64, said=said()), calls=(ADMIT, TAKE)),
         "trainer waits for its next groups: the buffer is stopped (SIGSTOP) and has not answered for 64 s, last event "
         "66 s ago: x",
         "buffer",
     ),
     "the buffer is stopped while the trainer reads from it": (
-        picture(
+        snapshot(
             ActorView(name="trainer", said=said(doing=[Doing("reading groups for step 3", 64.0, "buffer")])),
             ActorView(name="buffer", health="stopped", silent_s=64, said=said()),
             calls=(ACCUMULATE,),
@@ -137,7 +137,7 @@ CASES = {
         "buffer",
     ),
     "the trainer is stopped, and the buffer full": (
-        picture(
+        snapshot(
             buffer(complete=8, refusal="memory: 90 of 100 bytes are held or promised, a group needs 20"),
             ActorView(name="trainer", health="stopped", silent_s=64, said=said()),
             calls=(ADMIT, ACCUMULATE),
@@ -148,7 +148,7 @@ CASES = {
         "trainer",
     ),
     "the trainer computes for ever": (
-        picture(
+        snapshot(
             ActorView(name="trainer", health="busy", said=said(doing=[Doing("forward and backward for step 3", 64.0)])),
             calls=(ACCUMULATE,),
         ),
@@ -157,7 +157,7 @@ CASES = {
         "trainer",
     ),
     "a version is not acknowledged, and the engines wait for it": (
-        picture(
+        snapshot(
             buffer(incomplete=0, refusal="staleness: 0 groups wait to be trained, version 3 is not published"),
             rollout(doing=(Doing("loading version 3", 60.0),)),
             calls=(ADMIT, LOAD, TAKE),
@@ -168,24 +168,24 @@ CASES = {
         "rollout-2",
     ),
     "a version is not acknowledged by a stopped engine": (
-        picture(rollout(health="stopped", silent_s=61), calls=(LOAD,)),
+        snapshot(rollout(health="stopped", silent_s=61), calls=(LOAD,)),
         "the run waits for a publication: rollout-2 has not acknowledged the new version for 60 s, it is stopped "
         "(SIGSTOP) and has not answered for 61 s, last event 63 s ago: x",
         "rollout-2",
     ),
     "an evaluation hangs": (
-        picture(rollout(), calls=(Call(actor="rollout-2", method="evaluate", seconds=64),)),
+        snapshot(rollout(), calls=(Call(actor="rollout-2", method="evaluate", seconds=64),)),
         "the evaluation waits for answers: rollout-2 has worked on held-out prompts for 64 s, its engine (3 running, "
         "1 waiting) made its last step 62 s ago, last event 2 s ago: x",
         "rollout-2",
     ),
     "an actor cannot be placed": (
-        picture(calls=(Call(actor="rollout-1", method="spawn", seconds=900),)),
+        snapshot(calls=(Call(actor="rollout-1", method="spawn", seconds=900),)),
         "the run waits for rollout-1 to be placed and started: that has taken 900 s (is there a free core for it?)",
         "rollout-1",
     ),
     "the drafter is stopped when it has to save": (
-        picture(
+        snapshot(
             ActorView(name="drafter", health="stopped", silent_s=64, said=said()),
             calls=(Call(actor="drafter", method="save", seconds=64), ADMIT),
         ),
@@ -194,7 +194,7 @@ CASES = {
         "drafter",
     ),
     "the pipeline itself hangs": (
-        picture(calls=(ADMIT,), driver_blocked=True, driver_at="loss (mine.py:3)"),
+        snapshot(calls=(ADMIT,), driver_blocked=True, driver_at="loss (mine.py:3)"),
         "the run waits for no actor: its own event loop is blocked, the main thread is in loss (mine.py:3)",
         None,
     ),
@@ -211,5 +211,5 @@ def test_the_sentence(case: str) -> None:
 
 
 def test_a_picture_of_nothing_is_explained_as_well() -> None:
-    assert explain(picture(calls=())).sentence.startswith("the run waits for no actor: its own event loop is idle")
-    assert explain(picture(calls=(TAKE,))).sentence.endswith("the buffer has said nothing of itself yet")
+    assert explain(snapshot(calls=())).sentence.startswith("the run waits for no actor: its own event loop is idle")
+    assert explain(snapshot(calls=(TAKE,))).sentence.endswith("the buffer has said nothing of itself yet")

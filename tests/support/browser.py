@@ -33,7 +33,7 @@ def opened(browser: Any, path: Path, *, width: int = 1280, dark: bool = False) -
     page = context.new_page()
     page.on("console", lambda message: wrong.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.end()))
     page.on("request", lambda request: None if request.url == address else wrong.append(f"asks for {request.url}"))
     page.goto(address)
     page.wait_for_selector("html[data-ready]")

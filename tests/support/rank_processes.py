@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.training.distributed.ranks import Meeting, Ranks, Seat
+from asyncrl.training.distributed.ranks import Ranks, RankSeat, Rendezvous
 
 Scene = Callable[[Ranks, Path], None]
 WAIT_S = 60.0
@@ -17,9 +17,9 @@ END_S = 240.0
 
 def play(world: int, scenes: Sequence[Scene], folder: Path) -> dict[str, list[str]]:
     """What went wrong in each scene, by rank: empty words where nothing did. The first failure ends the play."""
-    meeting = Meeting("127.0.0.1", world, WAIT_S)
+    rendezvous = Rendezvous("127.0.0.1", world, WAIT_S)
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_rank, args=(seat, scenes, folder)) for seat in meeting.seats]
+    processes = [context.Process(target=_rank, args=(seat, scenes, folder)) for seat in rendezvous.seats]
     for process in processes:
         process.start()
     for process in processes:
@@ -30,7 +30,7 @@ def play(world: int, scenes: Sequence[Scene], folder: Path) -> dict[str, list[st
     return {scene.__name__: [found.get(scene.__name__, "not played") for found in told] for scene in scenes}
 
 
-def _rank(seat: Seat, scenes: Sequence[Scene], folder: Path) -> None:
+def _rank(seat: RankSeat, scenes: Sequence[Scene], folder: Path) -> None:
     from asyncrl.training.distributed.fsdp import FsdpRanks
 
     torch.set_num_threads(1)

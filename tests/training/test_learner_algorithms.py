@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError, DivergenceError
 from asyncrl.training import checkpoint
 from asyncrl.training.batches import block, pack
 from asyncrl.training.checkpoint import TrainingManifest
-from asyncrl.training.guardrails import Watch, alarms
+from asyncrl.training.guardrails import Guardrails, alarms
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
 from asyncrl.types import Group, Segment, Slot, Trajectory
@@ -187,7 +187,7 @@ def report(*, skipped: bool = False, kl: float = 0.0) -> StepReport:
 
 
 def test_the_watch_stops_after_skips_in_a_row_only() -> None:
-    watch = Watch(Sentinel(max_skipped=2), "fp32")
+    watch = Guardrails(Sentinel(max_skipped=2), "fp32")
     for skipped in (True, False, True, False):
         watch.check(report(skipped=skipped))
     watch.check(report(skipped=True))
@@ -197,9 +197,9 @@ def test_the_watch_stops_after_skips_in_a_row_only() -> None:
 
 @pytest.mark.parametrize("kl", [0.6, -0.6])
 def test_the_watch_stops_at_the_kl_bound(kl: float) -> None:
-    Watch(Sentinel(max_kl=0), "fp32").check(report(kl=kl))
+    Guardrails(Sentinel(max_kl=0), "fp32").check(report(kl=kl))
     with pytest.raises(DivergenceError, match=r"mismatch_kl=-?0\.6 is past sentinel\.max_kl=0\.5"):
-        Watch(Sentinel(), "fp32").check(report(kl=kl))
+        Guardrails(Sentinel(), "fp32").check(report(kl=kl))
 
 
 def test_alarms_sound_at_the_documented_levels() -> None:

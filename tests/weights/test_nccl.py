@@ -11,7 +11,7 @@ import torch
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.transports.mirror import Mirror, MirrorWriter
-from asyncrl.weights.transports.nccl import Link, Meeting, NcclCarrier, NcclReceiver, addressed_to
+from asyncrl.weights.transports.nccl import Link, NcclCarrier, NcclReceiver, Rendezvous, addressed_to
 
 CPU = torch.device("cpu")
 PATIENCE = 20.0
@@ -31,10 +31,10 @@ class FakeNccl:
         self._ids += 1
         return f"{self._ids:04x}"
 
-    def strikes(self, meeting: Meeting, rank: int) -> str:
+    def strikes(self, meeting: Rendezvous, rank: int) -> str:
         return self.fault if (rank, meeting.epoch) == (self._rank, self._epoch) else ""
 
-    def form(self, meeting: Meeting, rank: int, device: torch.device) -> Link:
+    def form(self, meeting: Rendezvous, rank: int, device: torch.device) -> Link:
         """As NCCL does: waits for the last rank, however long it takes."""
         if self.strikes(meeting, rank) == "forming fails":
             raise RuntimeError("no route to host")
@@ -47,7 +47,7 @@ class FakeNccl:
 
 
 class FakeLink:
-    def __init__(self, network: FakeNccl, meeting: Meeting, rank: int) -> None:
+    def __init__(self, network: FakeNccl, meeting: Rendezvous, rank: int) -> None:
         self._network, self._meeting, self.rank = network, meeting, rank
         self._fault = network.strikes(meeting, rank)
         self.sent: list[torch.Tensor] = []
@@ -160,7 +160,7 @@ def test_every_rank_notices_and_the_next_epoch_delivers(fault: str, struck: int)
     assert time.monotonic() - began < PATIENCE / 2
     manifest = _publish(writer, 1, engines, SendOrder(2, ("e0", "e1"), dense=True))
     assert [engine.wait() for engine in engines] == [manifest.digest] * 2
-    assert Meeting.at(manifest.location).epoch == 2
+    assert Rendezvous.at(manifest.location).epoch == 2
     if fault != "forming fails":
         assert all(link.aborted.is_set() for link in network.links["0001"]), "on the trainer's side as well"
     writer.close()
@@ -194,10 +194,10 @@ def test_a_flipped_bit_on_the_way_is_refused_and_the_mirror_is_empty_then() -> N
 
 
 def test_a_manifest_for_others_is_refused() -> None:
-    meeting = Meeting(id="00", epoch=1, members=("e0",), deadline_s=1.0)
+    meeting = Rendezvous(id="00", epoch=1, members=("e0",), deadline_s=1.0)
     manifest = WeightManifest(version=3, tensors=(), total_bytes=0, digest="", location=meeting.location)
     with pytest.raises(WeightSyncError, match="version 3 is for e0, and not for e7"):
         addressed_to(manifest, "e7")
-    assert Meeting.at(addressed_to(manifest, "e0").location).rank == 1
+    assert Rendezvous.at(addressed_to(manifest, "e0").location).rank == 1
     plain = msgspec.structs.replace(manifest, location="/dev/shm/x")
     assert addressed_to(plain, "e7") == plain

@@ -35,7 +35,7 @@ class Ended(NamedTuple):
     stopped: list[bool]
 
 
-class SlotTable:
+class BatchTable:
     def __init__(self, rows: int, length: int, drafts: DraftTable | None = None) -> None:
         self.jobs: list[Job] = []
         self._max_length = length

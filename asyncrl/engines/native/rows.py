@@ -1,4 +1,4 @@
-"""What the native engines on CPU and GPU share: requests in rows of a SlotTable, counters, and the end of answers."""
+"""What the native engines on CPU and GPU share: requests in rows of a BatchTable, counters, and the end of answers."""
 
 from math import isnan
 
@@ -6,7 +6,7 @@ from asyncrl.config.drafter import DrafterSettings, Strategy
 from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.drafting.bandit import Range
 from asyncrl.engines.cooperative import CooperativeEngine, Job
-from asyncrl.engines.native.batch_table import Ended, SlotTable
+from asyncrl.engines.native.batch_table import BatchTable, Ended
 from asyncrl.engines.native.speculation.source import Chooser, Forceable, Tally, build_chooser
 from asyncrl.errors import EngineError
 from asyncrl.types import EngineStats, Request, Segment
@@ -46,7 +46,7 @@ class RowEngine(CooperativeEngine):
     def learned(self) -> list[Range]:
         return self._chooser.learned()
 
-    def _serve_model(self, vocabulary: int, slots: SlotTable) -> None:
+    def _serve_model(self, vocabulary: int, slots: BatchTable) -> None:
         """What `_open` found."""
         self._vocabulary, self._slots = vocabulary, slots
 

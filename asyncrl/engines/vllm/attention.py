@@ -126,5 +126,5 @@ class Backend(FlashAttentionBackend):
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> Literal["HND"]:
-        """A page of one head in one piece. Asked by 0.26; both kernels take any, as later versions choose it."""
+        """A page of one head in one piece. Required by 0.26; both kernels take any, as later versions choose it."""
         return "HND"

@@ -1,7 +1,7 @@
-"""Where every slot of a run is, by id: the journal folded once more, apart from the buffer's own book.
+"""Where every slot of a run is, by id: the journal folded once more, apart from the buffer's own ledger.
 
 A group is leased, then delivered whole or dropped for a reason; what is delivered is consumed by the step that takes
-it. `follow` refuses a record that cannot come next, and after each one the sums of the buffer's book must be the sums
+it. `follow` refuses a record that cannot come next, and after each one the sums of the buffer's ledger must be the sums
 of the ids that are kept here.
 """
 
@@ -22,9 +22,9 @@ from asyncrl.buffer.journal import (
     Renewed,
     Stored,
 )
-from asyncrl.buffer.ledger import INCOMPLETE, Book, Terms
+from asyncrl.buffer.ledger import INCOMPLETE, Ledger, LedgerRules
 from asyncrl.observe.audit.evidence import DamageError
-from asyncrl.types import Ledger, Slot
+from asyncrl.types import LedgerCounts, Slot
 
 Samples = dict[int, dict[int, Stored]]
 """By group and sample."""
@@ -33,7 +33,7 @@ Samples = dict[int, dict[int, Stored]]
 class Accounts:
     def __init__(self, begun: Begun, samples: Samples, *, pruned: bool) -> None:
         """`pruned`: the oldest trajectories were deleted, so those of ended groups may be missing."""
-        self.terms = begun
+        self.rules = begun
         self.step = 0
         self.version = 0
         self.leased = 0
@@ -46,7 +46,7 @@ class Accounts:
         self._drops: Counter[str] = Counter()
         self._samples, self._pruned = samples, pruned
         self._late: set[Slot] = set()
-        self._book = Book(_terms(begun))
+        self._book = Ledger(_rules(begun))
 
     def follow(self, record: Record) -> None:
         """Act on the next record of the journal, or raise DamageError with what is wrong with it."""
@@ -72,15 +72,15 @@ class Accounts:
                     )
                 self.version = version
             case Limited(staleness):
-                if not 0 <= staleness <= self.terms.max_staleness:
-                    raise DamageError(f"a bound of {staleness} is beyond that of the run, {self.terms.max_staleness}")
+                if not 0 <= staleness <= self.rules.max_staleness:
+                    raise DamageError(f"a bound of {staleness} is beyond that of the run, {self.rules.max_staleness}")
         self._compare(record)
 
-    def ledger(self) -> Ledger:
-        size = self.terms.group_size
+    def ledger(self) -> LedgerCounts:
+        size = self.rules.group_size
         buffered = sum(len(self._samples.get(group, ())) for group in self.waiting)
         held = size * len(self.delivered.get(self.step, ()))
-        return Ledger(
+        return LedgerCounts(
             leased=self.leased * size,
             in_flight=size * len(self.waiting) - buffered,
             buffered=buffered + held,
@@ -104,7 +104,7 @@ class Accounts:
         self._require_waiting(event.group)
         self.waiting.remove(event.group)
         self.dropped[event.group] = event
-        for sample in range(self.terms.group_size):
+        for sample in range(self.rules.group_size):
             self._drops[event.reason if event.sample in (-1, sample) else INCOMPLETE] += 1
         if event.sample >= 0:
             self._late.add(Slot(event.group, event.sample))
@@ -124,16 +124,16 @@ class Accounts:
             self._require_trainable(group)
             self.waiting.remove(group)
         self.delivered.setdefault(step, []).extend(groups)
-        if len(self.delivered[step]) > self.terms.groups_per_step:
-            raise DamageError(f"step {step} got {len(self.delivered[step])} groups of {self.terms.groups_per_step}")
+        if len(self.delivered[step]) > self.rules.groups_per_step:
+            raise DamageError(f"step {step} got {len(self.delivered[step])} groups of {self.rules.groups_per_step}")
 
     def _commit(self, step: int) -> None:
         taken = len(self.delivered.get(step, ()))
-        if step != self.step or taken != self.terms.groups_per_step:
+        if step != self.step or taken != self.rules.groups_per_step:
             raise DamageError(
-                f"step {step} is committed in step {self.step} with {taken} of {self.terms.groups_per_step} groups"
+                f"step {step} is committed in step {self.step} with {taken} of {self.rules.groups_per_step} groups"
             )
-        self.consumed += taken * self.terms.group_size
+        self.consumed += taken * self.rules.group_size
         self.step += 1
 
     def _require_waiting(self, group: int) -> None:
@@ -148,16 +148,16 @@ class Accounts:
     def _require_trainable(self, group: int) -> None:
         """Whole, and neither too old nor from the future."""
         samples = self._samples.get(group, {})
-        if len(samples) < self.terms.group_size:
+        if len(samples) < self.rules.group_size:
             if self._pruned:
                 return
-            missing = sorted(set(range(self.terms.group_size)) - samples.keys())
+            missing = sorted(set(range(self.rules.group_size)) - samples.keys())
             raise DamageError(f"group {group} is delivered without its samples {missing}")
         oldest = min(stored.oldest for stored in samples.values())
-        if not 0 <= self.step - oldest <= self.terms.max_staleness:
+        if not 0 <= self.step - oldest <= self.rules.max_staleness:
             raise DamageError(
                 f"group {group} holds a token of version {oldest} and is delivered at version {self.step}; allowed are "
-                f"{self.terms.max_staleness} versions"
+                f"{self.rules.max_staleness} versions"
             )
 
     def _compare(self, record: Record) -> None:
@@ -173,9 +173,9 @@ class Accounts:
             )
 
 
-def _terms(begun: Begun) -> Terms:
+def _rules(begun: Begun) -> LedgerRules:
     """Those that sums do not depend on are open."""
-    return Terms(
+    return LedgerRules(
         group_size=begun.group_size,
         groups_per_step=begun.groups_per_step,
         max_staleness=begun.max_staleness,

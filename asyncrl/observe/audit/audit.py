@@ -14,9 +14,9 @@ from asyncrl.buffer.replay import Sample
 from asyncrl.data.arrow import Row
 from asyncrl.observe.audit.accounts import Accounts, Samples
 from asyncrl.observe.audit.evidence import DamageError, Place, Tally, pruned_below, read_journal, read_rows
-from asyncrl.types import GIVEN, Ledger, Slot
+from asyncrl.types import GIVEN, LedgerCounts, Slot
 
-NOTHING = Ledger(leased=0, in_flight=0, buffered=0, consumed=0, dropped={})
+NOTHING = LedgerCounts(leased=0, in_flight=0, buffered=0, consumed=0, dropped={})
 
 
 class Manifest(Protocol):
@@ -35,7 +35,7 @@ class Audit(msgspec.Struct):
 
     journal: Tally = msgspec.field(default_factory=Tally)
     log: Tally = msgspec.field(default_factory=Tally)
-    ledger: Ledger = NOTHING
+    ledger: LedgerCounts = NOTHING
     """At the journal's end."""
     steps: int = 0
     violations: list[str] = msgspec.field(default_factory=list[str])
@@ -113,9 +113,9 @@ def _check_manifest(name: str, manifest: Manifest, accounts: Accounts) -> None:
         )
     if len(claimed) != len(trained):
         raise DamageError(f"{name}: its manifest names a group twice")
-    if manifest.samples_trained != len(claimed) * accounts.terms.group_size:
+    if manifest.samples_trained != len(claimed) * accounts.rules.group_size:
         raise DamageError(
-            f"{name}: {manifest.samples_trained} samples are not {len(claimed)} groups of {accounts.terms.group_size}"
+            f"{name}: {manifest.samples_trained} samples are not {len(claimed)} groups of {accounts.rules.group_size}"
         )
 
 

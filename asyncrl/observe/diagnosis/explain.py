@@ -1,6 +1,6 @@
-"""From a picture of the run to one sentence: follow who waits for whom until somebody does not wait, and name them."""
+"""From a snapshot of the run to one sentence: follow who waits for whom until somebody does not wait, and name them."""
 
-from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Explanation, Picture, SampleAt, Situation
+from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Explanation, SampleAt, Situation, Snapshot
 from asyncrl.types import BufferStatus
 
 STARTING = {"spawn": "be placed and started", "start": "start", "restore": "load its checkpoint"}
@@ -11,15 +11,15 @@ BESIDE = frozenset(("generate", "admit", "offer", "status", "follow", "collect",
 """Calls that are always under way, or that nobody waits for."""
 
 
-def explain(picture: Picture) -> Explanation:
-    return _Trail(picture).explain()
+def explain(snapshot: Snapshot) -> Explanation:
+    return _Trail(snapshot).explain()
 
 
 class _Trail:
     """One walk along the waits. `head` begins the sentence, each link goes one step on."""
 
-    def __init__(self, picture: Picture) -> None:
-        self._picture = picture
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._picture = snapshot
         self._head = "the run waits"
         self._links: list[str] = []
         self._suspects: list[str] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import StallError
-from asyncrl.observe.diagnosis.snapshot import Explanation, Picture
+from asyncrl.observe.diagnosis.snapshot import Explanation, Snapshot
 from asyncrl.system.run_directory import replace
 
 TEXT, JSON = "stall.txt", "stall.json"
@@ -19,13 +19,13 @@ def render(explanation: Explanation, stacks: Mapping[str, str]) -> str:
     return f"{explanation.sentence}\n\nwho waits for whom\n{chain}\n\n{dumps}\n"
 
 
-def write(directory: Path, explanation: Explanation, picture: Picture, stacks: Mapping[str, str]) -> None:
+def write(directory: Path, explanation: Explanation, snapshot: Snapshot, stacks: Mapping[str, str]) -> None:
     found = {
         "time": time.time(),
         "exit_code": StallError.exit_code,
         **msgspec.to_builtins(explanation),
         "stacks": dict(stacks),
-        "picture": msgspec.to_builtins(picture),
+        "snapshot": msgspec.to_builtins(snapshot),
     }
     replace(directory / TEXT, render(explanation, stacks).encode())
     replace(directory / JSON, msgspec.json.format(msgspec.json.encode(found)) + b"\n")

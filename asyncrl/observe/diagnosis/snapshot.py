@@ -1,7 +1,7 @@
 """Who waits for what, and since when: one moment of a run, as plain data. Ages are seconds: no two clocks are compared.
 
 `Situation` is what an actor says of itself; `ActorView` what the driver knows of an actor, whether it answers or not;
-`Picture` all of it together, which `explain` turns into a sentence.
+`Snapshot` all of it together, which `explain` turns into a sentence.
 """
 
 from typing import Literal
@@ -96,7 +96,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """The (group, sample) pairs that it was sent with."""
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The run when it has made no progress for `idle_s`."""
 
     idle_s: float

@@ -51,7 +51,7 @@ def packages(facts: Facts) -> Iterator[Verdict]:
     """One line for each that is wrong, and one for all the others."""
     fine: list[str] = []
     for name, wanted in facts.requirements.items():
-        found, floor = facts.packages.get(name), minimum_versions.FLOORS.get(name)
+        found, floor = facts.packages.get(name), minimum_versions.MINIMUM_VERSIONS.get(name)
         mend = f"pip install '{name}{wanted}'"
         if found is None:
             yield _problem(name, "is not installed", mend)

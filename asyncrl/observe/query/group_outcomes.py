@@ -75,7 +75,7 @@ def _decode(framed: Framed, wanted: npt.NDArray[np.bool_]) -> list[Record]:
 Column = npt.NDArray[np.int64]
 
 
-class Fates(msgspec.Struct):
+class GroupOutcomes(msgspec.Struct):
     """Of the groups that were admitted. They are numbered from 0, and the columns have an entry for each."""
 
     size: int
@@ -95,7 +95,7 @@ class Fates(msgspec.Struct):
     reasons: Sequence[str]
 
 
-def read_fates(journal: Iterable[File]) -> Fates:
+def read_group_outcomes(journal: Iterable[File]) -> GroupOutcomes:
     versions, read = [np.empty(0, np.int64)], list[Record]()
     for file in journal:
         admitted, others = read_records(file)
@@ -103,7 +103,7 @@ def read_fates(journal: Iterable[File]) -> Fates:
         read += others
     groups = sum(map(len, versions))
     drops = [record for record in read if isinstance(record, Dropped)]
-    found = Fates(
+    found = GroupOutcomes(
         size=next((record.group_size for record in read if isinstance(record, Begun)), 0),
         committed=max((record.step for record in read if isinstance(record, Committed)), default=-1),
         versions=np.concatenate(versions),
@@ -118,7 +118,7 @@ def read_fates(journal: Iterable[File]) -> Fates:
     return found
 
 
-def _deliver(delivered: list[Delivered], found: Fates) -> None:
+def _deliver(delivered: list[Delivered], found: GroupOutcomes) -> None:
     steps = np.array([record.step for record in delivered], np.int64)
     sizes = [len(record.groups) for record in delivered]
     groups = _known(chain.from_iterable(record.groups for record in delivered), found)
@@ -129,14 +129,14 @@ def _deliver(delivered: list[Delivered], found: Fates) -> None:
     found.takes[groups] = np.repeat(takes, sizes)
 
 
-def _drop(dropped: list[Dropped], found: Fates) -> None:
+def _drop(dropped: list[Dropped], found: GroupOutcomes) -> None:
     numbers = {reason: number for number, reason in enumerate(found.reasons)}
     groups = _known((record.group for record in dropped), found)
     found.drops[groups] = [numbers[record.reason] for record in dropped]
     found.failed[groups] = [record.sample for record in dropped]
 
 
-def _known(groups: Iterable[int], found: Fates) -> Column:
+def _known(groups: Iterable[int], found: GroupOutcomes) -> Column:
     numbers = np.fromiter(groups, np.int64)
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(found.versions):
         raise CorruptSegmentError("the journal names groups that were not admitted: see `asyncrl check`")

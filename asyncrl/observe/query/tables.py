@@ -13,7 +13,7 @@ import pyarrow
 
 from asyncrl.buffer import journal, payloads
 from asyncrl.data.tables import read_table
-from asyncrl.observe.query.group_outcomes import Fates, read_fates
+from asyncrl.observe.query.group_outcomes import GroupOutcomes, read_group_outcomes
 from asyncrl.observe.query.logs import open_files
 from asyncrl.observe.query.segments import SCHEMA, as_array, read_trajectories
 from asyncrl.system.run_directory import RunDirectory
@@ -125,39 +125,39 @@ def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
         connection.register("raw_metrics", _metrics(run))
         events = run.events.read_bytes() if run.events.exists() else b""
         connection.execute(LINES, [events.decode(errors="replace")])
-        trajectories, fates = buffer.result()
+        trajectories, outcomes = buffer.result()
     connection.register("raw_trajectories", trajectories)
-    connection.register("raw_groups", _groups(fates))
-    connection.execute(REASONS, [fates.reasons, len(fates.reasons)])
+    connection.register("raw_groups", _groups(outcomes))
+    connection.execute(REASONS, [outcomes.reasons, len(outcomes.reasons)])
     connection.execute(VIEWS)
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection
 
 
-def read_buffer(directory: Path) -> tuple[Any, Fates]:
+def read_buffer(directory: Path) -> tuple[Any, GroupOutcomes]:
     """The answers are opened first, so that the journal, opened after them, has the group of each."""
     answers = list(open_files(directory, payloads.STEM, payloads.SCHEMA_HASH))
     decisions = list(open_files(directory, journal.STEM, journal.SCHEMA_HASH))
     with ThreadPoolExecutor(THREADS) as threads:  # numpy and Arrow do not hold the interpreter up
-        fates = threads.submit(read_fates, decisions)
+        outcomes = threads.submit(read_group_outcomes, decisions)
         tables = list(threads.map(read_trajectories, answers))
         return pa.Table.from_batches(
             [batch for table in tables for batch in table.to_batches()], SCHEMA
-        ), fates.result()
+        ), outcomes.result()
 
 
-def _groups(fates: Fates) -> Any:
-    ids = np.arange(len(fates.versions))
+def _groups(outcomes: GroupOutcomes) -> Any:
+    ids = np.arange(len(outcomes.versions))
     columns = {
         "group_id": ids,
-        "size": np.full(len(ids), fates.size),
-        "version": fates.versions,
-        "step": fates.steps,
-        "take": fates.takes,
-        "committed": np.full(len(ids), fates.committed),
-        "dropped": fates.drops,
-        "failed": fates.failed,
+        "size": np.full(len(ids), outcomes.size),
+        "version": outcomes.versions,
+        "step": outcomes.steps,
+        "take": outcomes.takes,
+        "committed": np.full(len(ids), outcomes.committed),
+        "dropped": outcomes.drops,
+        "failed": outcomes.failed,
     }
     return pa.Table.from_arrays([as_array(values) for values in columns.values()], list(columns))
 

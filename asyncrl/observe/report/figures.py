@@ -1,4 +1,4 @@
-"""From what was recorded to the figures of the headline, the shares of the loop's time and the tokens' fates."""
+"""From what was recorded to the figures of the headline, the shares of the loop's time and the tokens' outcomes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ class Found:
         self.running = Running.of(answers["started"].astype(np.float64), answers["finished"].astype(np.float64))
         self.judging = judging(run)
         self.pieces: Pieces = split(run.events, self.running, Judged(self.judging["end"], self.judging["judging"]))
-        self.fates = fates(run)
+        self.outcomes = outcomes(run)
 
     @property
     def seconds(self) -> float:
@@ -29,13 +29,15 @@ class Found:
         run, total = self.run, self.seconds
         by_cause = self.pieces.seconds()
         tokens = run.answers["answer_tokens"]
-        sampled = sum(fate["tokens"] for fate in self.fates.values())
+        sampled = sum(each["tokens"] for each in self.outcomes.values())
         steps = len(run.rows)
         return Figures(
             steps=steps,
             loop_seconds=total,
             shares={cause: seconds / total for cause, seconds in by_cause.items()} if total else {},
-            drops={name: fate["tokens"] / sampled for name, fate in self.fates.items() if fate["dropped"] and sampled},
+            drops={
+                name: each["tokens"] / sampled for name, each in self.outcomes.items() if each["dropped"] and sampled
+            },
             engines=int(run.rows[-1].get("replicas") or run.setting("rollout.replicas", 1)) if run.rows else 1,
             engines_idle=self._idle(),
             running_most=self.running.most,
@@ -112,11 +114,11 @@ def judging(run: Recorded) -> dict[str, Any]:
     }
 
 
-def fates(run: Recorded) -> dict[str, dict[str, Any]]:
+def outcomes(run: Recorded) -> dict[str, dict[str, Any]]:
     """Sampled tokens and answers by what became of them; those of answers that were never stored from the summary."""
     found: dict[str, dict[str, Any]] = {}
     rows = run.connection.execute(
-        "SELECT coalesce(drop_reason, fate, 'buffered') AS name, fate = 'dropped' AS dropped, "
+        "SELECT coalesce(drop_reason, each, 'buffered') AS name, each = 'dropped' AS dropped, "
         "sum(answer_tokens) AS tokens, count(*) AS answers FROM trajectories GROUP BY ALL"
     ).fetchall()
     for name, dropped, tokens, answers in rows:

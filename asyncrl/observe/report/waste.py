@@ -29,15 +29,15 @@ COLOURS = {"trained": "k-training", "training": "k-sync", "buffered": "k-held"}
 
 
 def waste(found: Found) -> dict[str, Any]:
-    fates = found.fates
-    total = sum(fate["tokens"] for fate in fates.values())
-    names = sorted(fates, key=lambda name: (ORDER.index(name) if name in WORDS else len(ORDER), name))
+    outcomes = found.outcomes
+    total = sum(each["tokens"] for each in outcomes.values())
+    names = sorted(outcomes, key=lambda name: (ORDER.index(name) if name in WORDS else len(ORDER), name))
     rows = [
         {
             "label": WORDS.get(name, f"dropped: {name.replace('_', ' ')}"),
-            "tokens": fates[name]["tokens"],
-            "share": fates[name]["tokens"] / total if total else 0.0,
-            "answers": fates[name]["answers"],
+            "tokens": outcomes[name]["tokens"],
+            "share": outcomes[name]["tokens"] / total if total else 0.0,
+            "answers": outcomes[name]["answers"],
             "colour": COLOURS.get(name, "k-dropped"),
             "detail": "",
         }
@@ -48,8 +48,8 @@ def waste(found: Found) -> dict[str, Any]:
 
 def useful(found: Found) -> float | None:
     """Of the tokens whose end is known, the share that was trained on."""
-    trained = found.fates.get("trained", {"tokens": 0})["tokens"]
-    dropped = sum(fate["tokens"] for fate in found.fates.values() if fate["dropped"])
+    trained = found.outcomes.get("trained", {"tokens": 0})["tokens"]
+    dropped = sum(each["tokens"] for each in found.outcomes.values() if each["dropped"])
     return trained / (trained + dropped) if trained + dropped else None
 
 
@@ -57,7 +57,7 @@ def _notes(found: Found) -> list[str]:
     rows = found.run.rows
     notes: list[str] = []
     if (rate := useful(found)) is not None and found.seconds:
-        trained = found.fates.get("trained", {"tokens": 0})["tokens"]
+        trained = found.outcomes.get("trained", {"tokens": 0})["tokens"]
         notes.append(
             f"{rate:.1%} of the tokens whose end is known were trained on: {trained / found.seconds:,.0f} useful "
             "tokens a second."

@@ -11,7 +11,7 @@ WAITING = 1000
 Call = Callable[[Tracker], None]
 
 
-class Lane:
+class AsyncTracker:
     """`open` is called in the thread as well, and again until it succeeds: a server may come up later than the run."""
 
     def __init__(self, name: str, open: Callable[[], Tracker], say: Callable[[str], None]) -> None:

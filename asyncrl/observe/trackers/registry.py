@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from asyncrl.observe.trackers.async_tracker import Call, Lane
+from asyncrl.observe.trackers.async_tracker import AsyncTracker, Call
 from asyncrl.observe.trackers.base import Session, Tracker, numbers, of_step
 
 CLOSE_S = 15.0
@@ -22,7 +22,7 @@ class Trackers:
     """Takes what the recorder has written down, and never makes it wait. Without openers it does nothing."""
 
     def __init__(self, openers: Mapping[str, Opener], say: Callable[[str], None]) -> None:
-        self._lanes = [Lane(name, open, say) for name, open in openers.items()]
+        self._lanes = [AsyncTracker(name, open, say) for name, open in openers.items()]
         self._step = 0
 
     def step(self, row: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:

@@ -21,12 +21,12 @@ from torch.nn import functional
 
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
-from asyncrl.training.distributed.ranks import Ranks, Seat
+from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.distributed.shards import fill
 
 
 class FsdpRanks(Ranks):
-    def __init__(self, seat: Seat, device: torch.device) -> None:
+    def __init__(self, seat: RankSeat, device: torch.device) -> None:
         """Returns when every rank is here."""
         self.rank, self.world, self._device = seat.rank, seat.world, device
         if ip_address(seat.host).is_loopback:  # all on this machine: nothing listens beyond it

@@ -12,7 +12,7 @@ from asyncrl.training.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class RankStats:
     """Of one rank's share, or of all."""
 
     loss: float
@@ -30,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     observed: list[tuple[bytes, bytes, list[str]]]
 
 
-def of_all(ranks: Ranks, mine: Findings) -> Findings:
+def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
     """Everything added up, the same on every rank."""
     observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
     message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed)
@@ -38,7 +38,7 @@ def of_all(ranks: Ranks, mine: Findings) -> Findings:
     sums: dict[str, float] = {}
     for name, value in (pair for each in told for pair in each.sums.items()):
         sums[name] = sums.get(name, 0.0) + value
-    return Findings(
+    return RankStats(
         loss=sum(each.loss for each in told),
         critic_loss=sum(each.critic_loss for each in told),
         fault=next((each.fault for each in told if each.fault), ""),

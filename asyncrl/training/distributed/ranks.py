@@ -2,6 +2,7 @@
 
 import socket
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ class Ranks:
 TCPStore: Any = cast(Any, distributed).TCPStore  # documented, and not marked as exported
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class RankSeat(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's place among the others."""
 
     rank: int
@@ -81,7 +82,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
         return TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
 
 
-class Meeting:
+class Rendezvous:
     """Open as long as it lives; ranks need it to the end."""
 
     def __init__(self, host: str, world: int, timeout_s: float) -> None:
@@ -89,4 +90,5 @@ class Meeting:
             port = listening.getsockname()[1]
             descriptor = listening.detach()
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-        self.seats = [Seat(rank=rank, world=world, host=host, port=port, timeout_s=timeout_s) for rank in range(world)]
+        seat = partial(RankSeat, world=world, host=host, port=port, timeout_s=timeout_s)
+        self.seats = [seat(rank=rank) for rank in range(world)]

@@ -6,7 +6,7 @@ import torch
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.system.optional import require
-from asyncrl.weights.transports.nccl import Link, Meeting
+from asyncrl.weights.transports.nccl import Link, Rendezvous
 
 OLDEST_SHARED = 23000
 """From 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1, several ranks may share one card."""
@@ -23,12 +23,12 @@ class CupyNccl:
     def unique_id(self) -> str:
         return nccl().get_unique_id().hex()
 
-    def form(self, meeting: Meeting, rank: int, device: torch.device) -> Link:
+    def form(self, meeting: Rendezvous, rank: int, device: torch.device) -> Link:
         return CupyLink(meeting, rank, device.index or 0)
 
 
 class CupyLink:
-    def __init__(self, meeting: Meeting, rank: int, card: int) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int, card: int) -> None:
         self._cuda: Any = require("cupy", extra="nccl").cuda
         self._nccl, self._card = nccl(), card
         self._comm: Any = None

@@ -29,7 +29,7 @@ SCHEME = "nccl:"
 POLL_SECONDS = 0.001
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how the ranks of one communicator meet: what a location of ours says."""
 
     id: str
@@ -52,7 +52,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
         return SCHEME + msgspec.json.encode(self).decode()
 
     @classmethod
-    def at(cls, location: str) -> "Meeting":
+    def at(cls, location: str) -> "Rendezvous":
         return msgspec.json.decode(location.removeprefix(SCHEME), type=cls)
 
 
@@ -79,7 +79,7 @@ class Network(Protocol):
 
     def unique_id(self) -> str: ...
 
-    def form(self, meeting: Meeting, rank: int, device: torch.device) -> Link:
+    def form(self, meeting: Rendezvous, rank: int, device: torch.device) -> Link:
         """Returns when all ranks have come."""
         ...
 
@@ -87,7 +87,7 @@ class Network(Protocol):
 class Session:
     """One communicator for as long as nothing fails in it."""
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device, network: Network) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int, device: torch.device, network: Network) -> None:
         self.meeting = meeting
         self._rank, self._device, self._network = rank, device, network
         self._link: Link | None = None
@@ -185,7 +185,7 @@ class NcclCarrier:
             if not old.failed and old.meeting.members == order.members:
                 return old
             old.abort("its group has changed")
-        meeting = Meeting(
+        meeting = Rendezvous(
             id=self._network.unique_id(), epoch=order.epoch, members=order.members, deadline_s=self._deadline_s
         )
         self._session = Session(meeting, 0, self._device, self._network)
@@ -210,7 +210,7 @@ class NcclReceiver:
         self._session: Session | None = None
 
     def bring(self, manifest: WeightManifest, flat: Flat) -> None:
-        meeting = Meeting.at(manifest.location)
+        meeting = Rendezvous.at(manifest.location)
         if meeting.rank is None:
             raise WeightSyncError(f"version {manifest.version} is for {', '.join(meeting.members)}, and not for me")
         old = self._session
@@ -229,7 +229,7 @@ def addressed_to(manifest: WeightManifest, name: str) -> WeightManifest:
     sparse = addressed_to(manifest.delta, name) if manifest.delta is not None else None
     location = manifest.location
     if location.startswith(SCHEME):
-        meeting = Meeting.at(location)
+        meeting = Rendezvous.at(location)
         if name not in meeting.members:
             raise WeightSyncError(f"version {manifest.version} is for {', '.join(meeting.members)}, and not for {name}")
         location = msgspec.structs.replace(meeting, rank=1 + meeting.members.index(name)).location

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.system.scratch_dirs import owned_directory
+from asyncrl.system.scratch_dirs import scratch_directory
 from asyncrl.types import Bucket, SendOrder, TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import Tensors, fill, source_of
@@ -26,7 +26,7 @@ from asyncrl.weights.manifest import digest_tensors as digest_tensors
 def shared_directory(prefix: str) -> Path:
     """A fresh directory, mode 0700, on a memory file system where the host has one."""
     memory = Path("/dev/shm")
-    return owned_directory(f"{prefix}-", memory if memory.is_dir() else Path(tempfile.gettempdir()))
+    return scratch_directory(f"{prefix}-", memory if memory.is_dir() else Path(tempfile.gettempdir()))
 
 
 class Alternating:

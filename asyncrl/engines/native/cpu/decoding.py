@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.drafting.hidden_capture import RolloutTap
-from asyncrl.engines.native.batch_table import Ended, SlotTable
+from asyncrl.engines.native.batch_table import BatchTable, Ended
 from asyncrl.engines.native.cpu.cache import KvCache
-from asyncrl.engines.native.cpu.hidden_capture import Watch, watch
+from asyncrl.engines.native.cpu.hidden_capture import Capture, watch
 from asyncrl.engines.native.cpu.layout import decoding_tensors, store_by_columns
 from asyncrl.engines.native.cpu.scheduler import Step
 from asyncrl.engines.native.sampling import Column, Purpose, sample
@@ -85,7 +85,7 @@ class States(NamedTuple):
     hidden_T_E: Tensor
     """As `Policy.logits` takes them."""
     taps: list[Tensor]
-    watch: Watch | None
+    watch: Capture | None
 
 
 class Decoding(NamedTuple):
@@ -93,7 +93,7 @@ class Decoding(NamedTuple):
 
     policy: Policy
     cache: KvCache
-    slots: SlotTable
+    slots: BatchTable
     tap: RolloutTap | None = None
 
     def plain(self, step: Step) -> Outcome:

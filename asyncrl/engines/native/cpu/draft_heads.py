@@ -19,7 +19,7 @@ from asyncrl.config.drafter import Drafting, Eagle3Drafter, EagleDrafter, NgramD
 from asyncrl.config.engine import NativeEngine
 from asyncrl.drafting.checkpoint import head_tensors
 from asyncrl.drafting.heads import Head
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cpu.cache import Branches, KvCache, Layout
 from asyncrl.engines.native.cpu.decoding import Policy
 from asyncrl.engines.native.cpu.layout import store_by_columns
@@ -105,14 +105,14 @@ class HeadSource:
             self._head.drafts_U.copy_(held["d2t"] + torch.arange(len(held["d2t"])))
         return digest
 
-    def draft(self, slots: SlotTable, strategy: Strategy, seen: Seen) -> None:
+    def draft(self, slots: BatchTable, strategy: Strategy, seen: Seen) -> None:
         state_N_E = self._follow(slots, seen)
         if strategy.is_tree:
             self._draft_trees(slots, strategy, seen.ready_N, state_N_E)
         else:
             self._draft_chains(slots, strategy.depth, seen.ready_N, state_N_E)
 
-    def _follow(self, slots: SlotTable, seen: Seen) -> Tensor:
+    def _follow(self, slots: BatchTable, seen: Seen) -> Tensor:
         """Catch up with the target; the head's state at each row's newest pair."""
         layout, rows, width = seen.layout, seen.layout.rows, seen.layout.width
         gap_N = slots.head_computed[:rows] != seen.start_N
@@ -126,7 +126,7 @@ class HeadSource:
         state_T_E = self._forward(feature_T_E, next_T, layout.slots_T, layout)
         return state_T_E[torch.from_numpy(np.arange(rows) * width + seen.last_N)]
 
-    def _draft_chains(self, slots: SlotTable, depth: int, ready_N: Column, state_N_E: Tensor) -> None:
+    def _draft_chains(self, slots: BatchTable, depth: int, ready_N: Column, state_N_E: Tensor) -> None:
         assert slots.drafts is not None
         rows, settings = slots.count, slots.settings()
         known_N = slots.known[:rows]
@@ -144,7 +144,7 @@ class HeadSource:
         q = torch.stack(q_N_C_V, 1).numpy()
         slots.drafts.hold_drawn(tokens_N_C, q, slots.drawn(), np.where(ready_N, depth, 0))
 
-    def _draft_trees(self, slots: SlotTable, strategy: Strategy, ready_N: Column, state_N_E: Tensor) -> None:
+    def _draft_trees(self, slots: BatchTable, strategy: Strategy, ready_N: Column, state_N_E: Tensor) -> None:
         assert slots.drafts is not None
         rows, tree, temperature_N_1 = slots.count, Tree(strategy.top_k), slots.settings().temperature_N_1
         end_N, state_N_F_E = slots.computed[:rows], state_N_E[:, None]
@@ -171,12 +171,12 @@ class HeadSource:
         count_N = np.where(ready_N, tokens_N_X.shape[1], 0)
         slots.drafts.hold_trees(tokens_N_X, parent_N_X, depth_N_X, count_N)
 
-    def _behind(self, slots: SlotTable, slots_X: Column, reach: int) -> Layout:
+    def _behind(self, slots: BatchTable, slots_X: Column, reach: int) -> Layout:
         """Of a pass of the head alone, behind the end of every row."""
         self.cache.reserve(slots.count, reach)
         return Layout(slots_X, slots.count, reach, [], first_N=self._first(slots))
 
-    def _first(self, slots: SlotTable) -> Column | None:
+    def _first(self, slots: BatchTable) -> Column | None:
         first_N = slots.head_from[: slots.count]
         return first_N if first_N.any() else None
 

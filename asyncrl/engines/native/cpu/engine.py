@@ -1,6 +1,6 @@
 """Our own torch engine: continuous batching with one flat forward per step.
 
-submit -> waiting -> Scheduler.plan -> Decoder over KvCache.attend -> sample -> SlotTable.record -> deltas
+submit -> waiting -> Scheduler.plan -> Decoder over KvCache.attend -> sample -> BatchTable.record -> deltas
 
 With a drafter, a step verifies drafts and makes the next ones (asyncrl.engines.native.cpu.speculator).
 On a GPU, `asyncrl.engines.native.cuda.engine` takes its place.
@@ -16,7 +16,7 @@ from asyncrl.config.precision import Numerics
 from asyncrl.drafting.hidden_capture import RolloutTap
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cpu.cache import KvCache
 from asyncrl.engines.native.cpu.decoding import Decoding, Policy
 from asyncrl.engines.native.cpu.draft_heads import HeadSource, build_source
@@ -80,7 +80,7 @@ class NativeEngine(RowEngine):
         else:
             drafts, source = DraftTable(rows, spare), build_source(drafter, policy, settings)
             self._head = source if isinstance(source, HeadSource) else None
-        slots = SlotTable(rows, settings.max_length, drafts)
+        slots = BatchTable(rows, settings.max_length, drafts)
         self._serve_model(policy.config.vocabulary, slots)
         caches = [cache] if self._head is None else [cache, self._head.cache]
         self._decoding = Decoding(policy, cache, slots, self._tap)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncrl.drafting.hidden_capture import Part, RolloutTap, Tapped
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cpu.scheduler import Step
 from asyncrl.engines.native.sampling import Column
 
@@ -21,13 +21,13 @@ class Stretch(NamedTuple):
     place: Column
 
 
-class Watch(NamedTuple):
+class Capture(NamedTuple):
     """The tapped answers that run in a step."""
 
     tap: RolloutTap
     rows: list[tuple[int, Tapped]]
 
-    def stretches(self, slots: SlotTable, step: Step, path_N_W: Column | None) -> list[Stretch]:
+    def stretches(self, slots: BatchTable, step: Step, path_N_W: Column | None) -> list[Stretch]:
         """What a recorded step has computed of them. `path_N_W`: the columns that rows keep, where not in order."""
         return [stretch for row, tapped in self.rows for stretch in _stretches(slots, step, row, tapped, path_N_W)]
 
@@ -37,14 +37,14 @@ class Watch(NamedTuple):
             stretch.tapped.add(Part(self.tap.version, stretch.start, states))
 
 
-def watch(tap: RolloutTap | None, jobs: list[Job]) -> Watch | None:
+def watch(tap: RolloutTap | None, jobs: list[Job]) -> Capture | None:
     if tap is None or not tap.tapped:
         return None
     rows = [(row, found) for row, job in enumerate(jobs) if (found := tap.tapped.get(job.request.id)) is not None]
-    return Watch(tap, rows) if rows else None
+    return Capture(tap, rows) if rows else None
 
 
-def _stretches(slots: SlotTable, step: Step, row: int, tapped: Tapped, path_N_W: Column | None) -> list[Stretch]:
+def _stretches(slots: BatchTable, step: Step, row: int, tapped: Tapped, path_N_W: Column | None) -> list[Stretch]:
     """Of one row: its prefill chunk, if it has one, and the columns that it keeps."""
     job, width = slots.jobs[row], step.layout.width
     source, end = row, int(slots.computed[row])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cpu.cache import Branches, Chunk, KvCache, Layout
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.verification import DraftTable
@@ -33,7 +33,7 @@ class Scheduler:
     """Admits waiting jobs, shares prompts and plans steps. Rows and cache are changed only here."""
 
     def __init__(
-        self, slots: SlotTable, caches: Sequence[KvCache], waiting: deque[Job], max_rows: int, chunk: int
+        self, slots: BatchTable, caches: Sequence[KvCache], waiting: deque[Job], max_rows: int, chunk: int
     ) -> None:
         self._slots, self._caches, self._waiting = slots, caches, waiting
         self._max_rows, self._chunk = max_rows, chunk

@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.batch_table import SlotTable
-from asyncrl.engines.native.cuda.device_outputs import Board, Flight
+from asyncrl.engines.native.batch_table import BatchTable
+from asyncrl.engines.native.cuda.device_outputs import DeviceOutputs, Flight
 from asyncrl.engines.native.cuda.drafting import Drafting
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Shape, Sizes, StepInputs
@@ -44,7 +44,7 @@ class Decoding:
         memory: KvMemory,
         sizes: Sizes,
         inputs: StepInputs,
-        board: Board,
+        board: DeviceOutputs,
         graphs: GraphPool,
         drafting: Drafting | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class Decoding:
             launch = partial(self.drafting.draft, rows, depth, self.memory.head)
             self.graphs.run(("draft", rows, depth), launch)
 
-    def catch_up(self, slots: SlotTable, table_N_P: Column) -> None:
+    def catch_up(self, slots: BatchTable, table_N_P: Column) -> None:
         """Let the head follow the rows that it has left alone."""
         if self.drafting is not None:
             padded = _fitting(self._coarse, slots.count)

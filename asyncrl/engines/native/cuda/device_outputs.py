@@ -24,7 +24,7 @@ class Flight(NamedTuple):
     """Drafted tokens that were accepted; those of a row and one more are its result."""
 
 
-class Board:
+class DeviceOutputs:
     def __init__(self, sizes: Sizes, timeline: Timeline) -> None:
         rows, width = sizes.rows, sizes.width
         self._width, self._timeline = width, timeline

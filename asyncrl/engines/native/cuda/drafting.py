@@ -17,8 +17,8 @@ from torch import Tensor
 
 from asyncrl.drafting.checkpoint import head_tensors
 from asyncrl.drafting.heads import Head
-from asyncrl.engines.native.batch_table import SlotTable
-from asyncrl.engines.native.cuda.device_outputs import Board
+from asyncrl.engines.native.batch_table import BatchTable
+from asyncrl.engines.native.cuda.device_outputs import DeviceOutputs
 from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.inputs import Block, Shape, Sizes, StepInputs
 from asyncrl.engines.native.cuda.kernels.shapes import Kv, Proposals, Queries
@@ -83,7 +83,7 @@ RING = 16
 
 class Drafting:
     def __init__(
-        self, head: Head, target: CudaModel, sizes: Sizes, inputs: StepInputs, board: Board, timeline: Timeline
+        self, head: Head, target: CudaModel, sizes: Sizes, inputs: StepInputs, board: DeviceOutputs, timeline: Timeline
     ) -> None:
         self._head, self._cuda_head, self._kernels = head, CudaHead(head, target), target.kernels
         self._inputs, self._board = inputs, board
@@ -163,7 +163,7 @@ class Drafting:
             self._kernels.sample(logits_N_U, temperature_N, uniform_N, token_N, logprob_N)
             ahead_W_B[index + 1, :rows] = self._ids_U.index_select(0, token_N)
 
-    def catch_up(self, slots: SlotTable, table_N_P: Column, padded: int, graphs: GraphPool, kv: Kv) -> None:
+    def catch_up(self, slots: BatchTable, table_N_P: Column, padded: int, graphs: GraphPool, kv: Kv) -> None:
         """Follow the rows over what is in the ring, as far as the token behind is known."""
         rows, (token_N_Q, start_N, count_N, sent_N_P) = slots.count, self._lagging.next()
         begin_N = slots.head_computed[:rows]

@@ -1,6 +1,6 @@
 """The native engine on a GPU: paged keys and values, captured graphs, and a host that is one step behind.
 
-submit -> waiting -> Planner -> Decoding.step (device) -> [one step later] SlotTable.keep -> deltas
+submit -> waiting -> Planner -> Decoding.step (device) -> [one step later] BatchTable.keep -> deltas
 
 `_step` launches the next step before it waits for the last: planning, recording and the turns of the event loop are
 hidden behind the device's work. New weights are copied before the next step, which is planned meanwhile: those of the
@@ -22,10 +22,10 @@ from asyncrl.config.precision import Numerics
 from asyncrl.drafting.bandit import PLAIN
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job, turns
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.decoding import Decoding
-from asyncrl.engines.native.cuda.device_outputs import Board, Flight
+from asyncrl.engines.native.cuda.device_outputs import DeviceOutputs, Flight
 from asyncrl.engines.native.cuda.drafting import RING, Drafting
 from asyncrl.engines.native.cuda.fp8 import agree, serve
 from asyncrl.engines.native.cuda.graphs import GraphPool
@@ -161,7 +161,7 @@ class CudaEngine(RowEngine):
         graphs = GraphPool(timeline, int(settings.graph_memory_gib * 2**30))
         with timeline.work():
             cuda_model, held, fp8 = serve(model, settings, self._kernels, numerics)
-            inputs, board = StepInputs(sizes, timeline), Board(sizes, timeline)
+            inputs, board = StepInputs(sizes, timeline), DeviceOutputs(sizes, timeline)
             if isinstance(drafter, EagleDrafter | Eagle3Drafter):
                 head = build_head(drafter, config).requires_grad_(False).to(device, self._dtype)
                 drafting = Drafting(head, cuda_model, sizes, inputs, board, timeline)
@@ -185,7 +185,7 @@ class CudaEngine(RowEngine):
         """The host's side."""
         rows, length, decoding = sizes.rows, self.settings.max_length, self._decoding
         drafts = DraftTable(rows, sizes.width - 1) if self._depths else None
-        self._serve_model(vocabulary, SlotTable(rows, length, drafts))
+        self._serve_model(vocabulary, BatchTable(rows, length, drafts))
         self._speculation = None
         if drafts is not None:
             self._speculation = Speculation(self._drafter, self._slots, drafts, self._tally)

@@ -22,7 +22,7 @@ from itertools import count
 import numpy as np
 
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cuda.inputs import Fields, Shape
 from asyncrl.engines.native.cuda.pages import Copy, PageTable, pages_of
 from asyncrl.engines.native.sampling import Column, Purpose
@@ -35,7 +35,7 @@ class Planner:
 
     def __init__(
         self,
-        slots: SlotTable,
+        slots: BatchTable,
         pages: PageTable,
         waiting: deque[Job],
         copy: Callable[[list[Copy]], None],

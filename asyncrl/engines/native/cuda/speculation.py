@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.config.drafter import DrafterSettings, NgramDrafter
-from asyncrl.engines.native.batch_table import Ended, SlotTable
+from asyncrl.engines.native.batch_table import BatchTable, Ended
 from asyncrl.engines.native.cuda.device_outputs import Flight
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.speculation.ngram import Ngram
@@ -46,7 +46,7 @@ class Runs(NamedTuple):
 
 
 class Speculation:
-    def __init__(self, drafter: DrafterSettings, slots: SlotTable, drafts: DraftTable, tally: Tally) -> None:
+    def __init__(self, drafter: DrafterSettings, slots: BatchTable, drafts: DraftTable, tally: Tally) -> None:
         self._slots, self._drafts, self._tally = slots, drafts, tally
         self._ngram = Ngram(drafter) if isinstance(drafter, NgramDrafter) else None
         rows = len(slots.index)

@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.config.drafter import NgramDrafter, Strategy
 from asyncrl.engines.cooperative import Job
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.speculation.source import Seen, Taps
 
@@ -70,10 +70,10 @@ class Ngram:
         self._groups: OrderedDict[tuple[int, ...], Group] = OrderedDict()
         self._texts: dict[Job, tuple[Group, list[int]]] = {}
 
-    def draft(self, slots: SlotTable, strategy: Strategy, seen: Seen) -> None:
+    def draft(self, slots: BatchTable, strategy: Strategy, seen: Seen) -> None:
         self.look_up(slots, strategy.depth, seen.ready_N)
 
-    def look_up(self, slots: SlotTable, depth: int, ready_N: Column) -> None:
+    def look_up(self, slots: BatchTable, depth: int, ready_N: Column) -> None:
         """Drafts for the rows that are ready."""
         assert slots.drafts is not None
         rows = slots.count

@@ -11,7 +11,7 @@ from asyncrl.config.drafter import DrafterSettings, Eagle3Drafter, EagleDrafter,
 from asyncrl.drafting.bandit import PLAIN, Bandit, Range, strategies
 from asyncrl.drafting.checkpoint import fresh_head, load_head
 from asyncrl.drafting.heads import Head
-from asyncrl.engines.native.batch_table import SlotTable
+from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.sampling import Column
 from asyncrl.models.config import ModelConfig
 from asyncrl.types import SpeculationArm
@@ -44,7 +44,7 @@ class Source(Protocol):
     taps: Taps | None
     """What it reads of the target: places in the residual stream, () for the final hidden states, None for nothing."""
 
-    def draft(self, slots: SlotTable, strategy: Strategy, seen: Seen) -> None:
+    def draft(self, slots: BatchTable, strategy: Strategy, seen: Seen) -> None:
         """Put drafts for the next step into `slots.drafts`."""
         ...
 
