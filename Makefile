@@ -1,8 +1,10 @@
 # Everything is installed into .venv; all that must be there is Python 3.11 or newer.
 #   make quickstart               install, then the CPU demo
-#   make test | make lint         what CI runs
+#   make test                     the tests of every day, in about ten minutes on two cores
+#   make test-all                 those and the slow ones; CI runs this, `make test-cluster` and `make lint`
+#   make lint                     style, types and import contracts
 #   make docs                     docs/ as a site in site/; a broken link fails
-#   make test-cluster             `ray up` of three nodes on loopback addresses, as root; CI runs it too
+#   make test-cluster             `ray up` of three nodes on loopback addresses, as root
 #   make test-kernels             the GPU's kernels without a GPU, in Triton's interpreter
 #   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
 #   make soak                     random faults on quickstart runs for SOAK_MINUTES=30, which must still learn
@@ -18,7 +20,7 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SOAK_MINUTES ?= 30
 
-.PHONY: install quickstart test test-cluster test-kernels test-gpu soak docs lint format
+.PHONY: install quickstart test test-all test-cluster test-kernels test-gpu soak docs lint format
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -26,8 +28,15 @@ install: $(VENV)/.installed
 quickstart: $(VENV)/.installed
 	@$(BIN)/asyncrl run experiment=quickstart name=$(NAME) $(ARGS)
 
+# Files go to two processes in the order of tests/conftest.py, those that take long first.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+ELSEWHERE := not gpu and not multi_gpu and not cluster
+
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not multi_gpu and not slow" $(ARGS)
+	@$(PYTEST) -m "$(ELSEWHERE) and not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-test $(VENV)/.installed-docs
+	@$(PYTEST) -o faulthandler_timeout=1900 -m "$(ELSEWHERE)" $(ARGS)
 
 # In namespaces of its own: `ray stop` and `ray down` end every Ray that they see. -rs says why, where it is skipped.
 test-cluster: $(VENV)/.installed-test

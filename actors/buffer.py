@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.buffer.replay import Sample
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
+from asyncrl.drop_reasons import describe, main_cause
 from asyncrl.errors import StallError
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
@@ -21,9 +22,9 @@ T = TypeVar("T")
 BYTES_PER_TOKEN = 12
 """Token id, log-probability and version."""
 BEGUN = 256
-"""Answers that are noted before it is looked which of them still run."""
+"""Completions whose progress is kept before the first search for those that have ended."""
 OVERHEAD_BYTES = 2048
-"""Names, times and the prompt of a small task; larger samples are seen and remembered."""
+"""Names, times and the prompt of a small task; the ledger learns from larger samples."""
 
 
 class _Batch:
@@ -39,7 +40,7 @@ class BufferActor:
     """Every wait has a deadline and says what it waited for. `append` may be retried freely; it is idempotent."""
 
     IDEMPOTENT = frozenset({"append", "fail", "read", "commit", "advance", "limit", "ledger", "status", "close"})
-    """Not `admit` and `take`: what they gave away in a reply that was lost would be given away again."""
+    """Not `admit` and `take`: after a lost reply, a repeated call would issue or deliver further groups."""
 
     def __init__(
         self, run: Run, directory: Path, restore_step: int | None = None, clock: Callable[[], float] = time.time
@@ -101,20 +102,20 @@ class BufferActor:
         return await self._change(lambda: self._store.fail(slot, reason, tokens))
 
     async def note(self, begun: dict[Slot, tuple[Segment, ...]]) -> None:
-        """Keep what engines have sampled of answers that still run, for another to go on with if one dies."""
+        """Keep what engines have sampled of unfinished completions, for another engine to continue if one dies."""
         self._begun |= begun
-        if len(self._begun) > self._begun_limit:  # seldom: all of it is looked at, and engines are many
+        if len(self._begun) > self._begun_limit:  # seldom: this searches all of it, and engines are many
             self._begun = {slot: parts for slot, parts in self._begun.items() if self._store.awaits(slot)}
             self._begun_limit = 2 * len(self._begun) + BEGUN
 
     async def reassign(self, groups: Collection[int]) -> tuple[list[Ticket], dict[Slot, tuple[Segment, ...]]]:
-        """Tickets for what is missing of groups whose engine has died, and what is known of it."""
+        """Tickets for what is missing of groups whose engine has died, and what was already sampled of it."""
         tickets = await self._change(lambda: self._store.reissue(self._clock(), groups))
         slots = [Slot(ticket.group, sample) for ticket in tickets for sample in ticket.samples]
         return tickets, {slot: self._begun[slot] for slot in slots if slot in self._begun}
 
     async def replaying(self) -> bool:
-        """Whether a resumed run still repeats recorded deliveries; until it has, no ticket is given."""
+        """Whether a resumed run still repeats recorded deliveries; until it has, no ticket is issued."""
         return self._store.replaying
 
     async def reissue(self) -> list[Ticket]:
@@ -150,7 +151,7 @@ class BufferActor:
     async def prune(self) -> list[str]:
         return self._store.prune()
 
-    # -- the books -----------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     async def ledger(self) -> LedgerCounts:
         return self._store.ledger()
@@ -173,13 +174,13 @@ class BufferActor:
     async def close(self) -> None:
         self._store.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         batch, self._batch = self._batch, _Batch()
         try:
             batch.receipts = self._store.append_checked(batch.samples)
-        except OSError as error:  # each caller of the batch is told
+        except OSError as error:  # raised to each caller of the batch
             batch.error = error
 
     async def _change(self, call: Callable[[], T]) -> T:
@@ -189,14 +190,14 @@ class BufferActor:
         return result
 
     async def _until(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
-        """The first answer of `ready`, asked after every change and deadline; what has expired is dropped before."""
+        """The first result of `ready`, called after every change and deadline, once expired groups are dropped."""
         end = time.monotonic() + timeout_s
         async with self._changed:
             while True:
                 if self._store.expire(self._clock()):
                     self._changed.notify_all()
-                if (answer := ready()) is not None or (left := end - time.monotonic()) <= 0:
-                    return answer
+                if (result := ready()) is not None or (left := end - time.monotonic()) <= 0:
+                    return result
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left, max(0.0, self._store.next_deadline - self._clock()))):
                         await self._changed.wait()
@@ -214,4 +215,6 @@ class BufferActor:
             parts.append(f"no new group is admitted ({status.refusal})")
         if dropped := self._store.ledger().dropped:
             parts.append("samples dropped so far: " + ", ".join(f"{n} {reason}" for reason, n in dropped.items()))
+            if cause := main_cause(dropped):
+                parts.append(f"{cause} means that {describe(cause).meaning}")
         return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Which process plays which role, written down for those who look from outside."""
+"""The fleet: the actors of a run, how engines join and leave, and the file of process ids by role."""
 
 import asyncio
 import os
@@ -13,13 +13,12 @@ from actors.buffer import BufferActor
 from actors.publisher import DrafterLink, Publisher
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
-from actors.runtime.health_probe import ask
+from actors.runtime.health_probe import probe
 from actors.trainer.actor import TrainerActor
 from actors.trainer.group import ranks_of
 from asyncrl.errors import ActorError
+from asyncrl.fleet.state import FleetState
 from asyncrl.system.run_directory import replace
-
-# Who takes part in a run.
 
 CLOSE_SECONDS = 30.0
 """For one actor to end in good order; vLLM needs several seconds."""
@@ -31,34 +30,35 @@ class Fleet:
 
     buffer: BufferActor
     reward: RewardActor
-    engines: dict[str, RolloutActor]
-    """The same object that the publisher has: whoever joins or leaves here does so there."""
+    state: FleetState[RolloutActor]
+    """Who the engines are; the publisher asks the same object."""
     trainer: TrainerActor
     publisher: Publisher
     factory: "EngineFactory"
     drafter: DrafterLink | None = None
 
     async def close(self) -> None:
-        """Ask everybody to end but engines that are known to be dead or hung; the cluster ends whoever does not.
+        """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not.
 
         The buffer is last: the others may still have something for it.
         """
         drafters = [self.drafter] if self.drafter is not None else []
-        others = [*self.publisher.living.values(), self.reward, *drafters, self.trainer]
+        engines = [self.state.handles[name] for name in self.state.participants]
+        others = [*engines, self.reward, *drafters, self.trainer]
         await asyncio.gather(*(_close(actor) for actor in others))
         await _close(self.buffer)
 
 
 @dataclass(frozen=True)
 class EngineFactory:
-    """How engines come and go while a run goes on."""
+    """How engines join and leave during a run."""
 
     place_engine: Callable[[str], Awaitable[RolloutActor]]
-    """Places another one, under a new name; waits until the cluster has room for it."""
+    """Starts another one, under a new name; waits until the cluster has resources for it."""
     end: Callable[[RolloutActor], None]
     """Ends its process."""
     expect: Callable[[int], None]
-    """Tells the cluster how many there should be in all, so that it can bring machines; 0: no matter any more."""
+    """Requests so many engines from the cluster in all, so that it can start machines; 0: no request any more."""
 
 
 async def _close(actor: RolloutActor | RewardActor | DrafterLink | TrainerActor | BufferActor) -> None:
@@ -71,9 +71,9 @@ ANSWER_S = 10.0
 
 
 async def write_pid_file(fleet: Fleet, path: Path) -> None:
-    """`path` gets the process ids by role, of those who answer. A process that is made anew later has another one."""
-    actors = {"buffer": fleet.buffer, "reward": fleet.reward, **ranks_of(fleet.trainer), **fleet.publisher.living}
-    answers = await asyncio.to_thread(ask, actors, _own_pid, ANSWER_S)
+    """`path` gets the process ids by role, of the actors that answer. A restarted process has another one."""
+    actors = {"buffer": fleet.buffer, "reward": fleet.reward, **ranks_of(fleet.trainer), **fleet.state.handles}
+    answers = await asyncio.to_thread(probe, actors, _own_pid, ANSWER_S)
     pids = {name: pid for name, pid in answers.items() if isinstance(pid, int)}
     replace(path, msgspec.json.encode({"driver": os.getpid(), **pids}))
 

@@ -6,7 +6,7 @@ otherwise are in asyncrl.weights.epochs; here they meet the actors.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 import msgspec
@@ -15,10 +15,9 @@ from actors.drafter.actor import DrafterActor, DrafterStatus
 from actors.rollout.actor import RolloutActor
 from actors.trainer.actor import TrainerActor
 from asyncrl.errors import ActorError, AsyncRLError, WeightSyncError
+from asyncrl.fleet.state import FleetState
 from asyncrl.types import SendOrder, WeightAck, WeightManifest
 from asyncrl.weights.epochs import Abort, Action, Deliver, Epochs, GiveUp, Send
-
-# A publication counts only when every engine has answered with the digest of what was published.
 
 
 async def acknowledged(
@@ -47,25 +46,24 @@ def disagreement(ack: WeightAck, manifest: WeightManifest) -> str:
     )
 
 
-# Between the run and its drafter, without ever making the run wait: the drafter may be slow, as it has to give way.
-
 LOOK_SECONDS = 0.5
 """How often the drafter is asked for a better head."""
 
 
 class DrafterLink:
-    """Runs in the driver's event loop. Every engine gets the same heads, in the same order."""
+    """Between the run and its drafter, in the driver's event loop. The run never waits for it: the drafter may be
+    slow, as it has the lowest priority. Every engine gets the same heads, in the same order."""
 
-    def __init__(self, drafter: DrafterActor, rollouts: Collection[RolloutActor], *, timeout_s: float) -> None:
+    def __init__(self, drafter: DrafterActor, fleet: FleetState[RolloutActor], *, timeout_s: float) -> None:
         self._drafter = drafter
-        self._rollouts = rollouts
+        self._fleet = fleet
         self._timeout_s = timeout_s
         self._following: asyncio.Task[None] | None = None
         self.status: DrafterStatus | None = None
         """As it was when last heard of."""
 
     def follow(self, manifest: WeightManifest) -> None:
-        """Tell the drafter of new weights of the policy, unless it is still busy with earlier ones."""
+        """Send the drafter a new policy version, unless it is still busy with an earlier one."""
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow(manifest))
 
@@ -74,12 +72,12 @@ class DrafterLink:
             await self._drafter.follow(manifest)
 
     async def serve(self, published: Callable[[int], None], lost: Callable[[str], None]) -> None:
-        """Bring better heads to the engines, as they come, until cancelled or until the drafter dies: answers are the
-        same without it, so the run goes on."""
+        """Bring better heads to the engines, as they come, until cancelled or until the drafter dies: completions
+        are the same without it, so the run goes on."""
         while True:
             try:
                 if (manifest := await self._drafter.offer()) is not None:
-                    loading = [rollout.load_drafter(manifest) for rollout in self._rollouts]
+                    loading = [rollout.load_drafter(manifest) for rollout in self._fleet.handles.values()]
                     await acknowledged(manifest, loading, self._timeout_s)
                     published(manifest.version)
                 self.status = await self._drafter.status()
@@ -122,7 +120,7 @@ class Publisher:
     def __init__(
         self,
         trainer: TrainerActor,
-        rollouts: Mapping[str, RolloutActor],
+        fleet: FleetState[RolloutActor],
         drafter: DrafterLink | None = None,
         *,
         deadline_s: float,
@@ -132,36 +130,20 @@ class Publisher:
     ) -> None:
         """`required` engines must get each version, all of them by default; the others are left behind."""
         self._trainer = trainer
-        self._rollouts = rollouts
+        self._fleet = fleet
         self._drafter = drafter
-        required = len(rollouts) if required is None else required
+        required = len(fleet.participants) if required is None else required
         self.died: dict[str, ActorError] = {}
-        """Engines that died during a publication, until somebody takes note of it."""
-        self.current: WeightManifest | None = None
-        """Of the version that counts; none before the first was published."""
-        self._epochs = Epochs(tuple(rollouts), deadline_s, grace_s, required, export_s)
-
-    def join(self, name: str) -> None:
-        """An engine that came back, or is new, takes part from the next version on; not while one is under way."""
-        self._epochs.join(name)
-
-    def leave(self, name: str) -> None:
-        """An engine takes part no longer; not while a version is under way."""
-        self._epochs.leave(name)
-
-    @property
-    def living(self) -> dict[str, RolloutActor]:
-        """The engines that take part, by name: all but those that died or hung."""
-        return {name: self._rollouts[name] for name in self._epochs.members}
+        """What the calls to engines that died during a publication raised, until somebody brings them back."""
+        self._epochs = Epochs(fleet, deadline_s, grace_s, required, export_s)
 
     async def publish(self) -> Published:
         begun = time.perf_counter()
-        attempt = _Attempt(self._trainer, self._rollouts, self._epochs, self.died)
+        attempt = _Attempt(self._trainer, self._fleet, self._epochs, self.died)
         try:
             manifest, acks = await attempt.run()
         finally:
             attempt.close()
-        self.current = manifest
         if self._drafter is not None:
             self._drafter.follow(manifest)
         gaps = [ack.probe_gap for ack in acks if ack.probe_gap is not None]
@@ -183,11 +165,12 @@ class _Attempt:
     def __init__(
         self,
         trainer: TrainerActor,
-        rollouts: Mapping[str, RolloutActor],
+        fleet: FleetState[RolloutActor],
         epochs: Epochs,
         died: dict[str, ActorError],
     ) -> None:
-        self._trainer, self._rollouts, self._epochs, self._died = trainer, rollouts, epochs, died
+        self._trainer, self._fleet, self._epochs, self._died = trainer, fleet, epochs, died
+        self._receivers = fleet.handles  # as they are now: one that dies and leaves meanwhile is still heard of
         self._calls: dict[asyncio.Task[WeightAck], tuple[str, int]] = {}
         self._exporting: asyncio.Task[WeightManifest] | None = None
         self._manifest: WeightManifest | None = None
@@ -209,7 +192,7 @@ class _Attempt:
                     case GiveUp(version, reason):
                         which = "the new version" if version is None else f"version {version}"
                         raise WeightSyncError(
-                            f"{which} does not count, version {max(self._epochs.version, 0)} does: {reason}; `asyncrl "
+                            f"{which} does not count, version {self._fleet.published_version} does: {reason}; `asyncrl "
                             "resume` continues from the last checkpoint"
                         )
             actions = await self._next()
@@ -240,9 +223,9 @@ class _Attempt:
             return self._epochs.failed(epoch, str(error), now)
         manifest = self._manifest = exporting.result()
         for name in self._epochs.members:
-            call = asyncio.create_task(self._rollouts[name].load_weights(manifest))
+            call = asyncio.create_task(self._receivers[name].load_weights(manifest))
             self._calls[call] = name, epoch
-        return self._epochs.sent(epoch, manifest.version, now)
+        return self._epochs.sent(epoch, manifest, now)
 
     def _answered(self, call: asyncio.Task[WeightAck], name: str, epoch: int, now: float) -> list[Action]:
         error = call.exception()

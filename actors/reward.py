@@ -1,4 +1,4 @@
-"""The judge of finished answers, and the other functions of the user's that a rollout needs."""
+"""The reward actor: scores completions, and runs the user's environments and stages."""
 
 import asyncio
 import sys
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncrl.config.user_code import Called, Environment, Reward, Stages, stages
+from asyncrl.drop_reasons import stage_reason
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.user_code.environments import Conversation
@@ -19,7 +20,7 @@ from asyncrl.user_code.stages import Drop, Sample
 
 
 class RewardActor:
-    """Scores answers with the user's functions, in killable processes of their own."""
+    """Scores completions with the user's functions, in processes of their own that can be killed."""
 
     def __init__(self, settings: Reward, environment: Environment | None = None, after: Stages = ()) -> None:
         """`after` the reward come these stages."""
@@ -89,4 +90,4 @@ class RewardActor:
 
 
 def _dropped(verdict: Drop) -> RewardFailure:
-    return RewardFailure(f"stage:{verdict.reason}", "a stage of the user's has dropped it")
+    return RewardFailure(stage_reason(verdict.reason), "a stage of the user's has dropped it")

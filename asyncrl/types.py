@@ -101,7 +101,7 @@ GIVEN = -1
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """The place of one sample in a run: filled at most once, whatever is retried."""
+    """The reservation of one sample of a group: filled at most once, whatever is retried."""
 
     group: int
     sample: int
@@ -220,7 +220,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     version: int
     """Published policy version at admission; no token of the group can be older."""
     deadline: float
-    """Wall-clock second after which the group is dropped with reason `timeout`."""
+    """Wall-clock second after which the group is dropped as `DropReason.TIMEOUT`."""
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
@@ -231,7 +231,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Complete groups handed to the trainer for one forward and backward of `step`."""
+    """Complete groups delivered to the trainer for one forward and backward of `step`."""
 
     step: int
     groups: tuple[int, ...]
@@ -240,13 +240,15 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where every leased slot is. `balanced` holds at every moment."""
+    """Where every slot is. `balanced` holds at every moment. The names are keys of `summary.json`."""
 
     leased: int
+    """Slots for which a ticket was issued."""
     in_flight: int
     buffered: int
     consumed: int
     dropped: dict[str, int]
+    """By reason: see `asyncrl.drop_reasons`."""
 
     @property
     def balanced(self) -> bool:
@@ -265,7 +267,7 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Complete groups that wait to be taken."""
     incomplete: int
     bytes: int
-    """Held by stored samples and set aside for missing ones."""
+    """Held by stored samples and reserved for missing ones."""
     replaying: bool
     oldest_group: int | None = None
     """The incomplete group that was admitted first, and its missing samples."""

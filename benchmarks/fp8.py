@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.config import WarmStart
 from asyncrl.config.task import ChainsTask
-from asyncrl.data.tables import read_table
+from asyncrl.data.untrusted import read_table
 from asyncrl.training.warm_start import make_model
 from benchmarks.expand import SHAPES
 from benchmarks.expand import main as expand

@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.runtime.spawn import GARBAGE
+from actors.runtime.spawn import GC_THRESHOLDS
 from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.engine import NativeEngine, VllmEngine
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.build import build_native
 from asyncrl.engines.native.cuda.engine import CudaEngine
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.models.config import read_config
 from asyncrl.types import Request, Sampling
 from benchmarks.expand import SHAPES
@@ -126,7 +126,7 @@ def make(name: str, model: Path, precision: str, cases: Sequence[Case], argument
 async def session(name: str, model: Path, precision: str, arguments: argparse.Namespace) -> list[Figures]:
     cases, found = cases_of(arguments), list[Figures]()
     engine = make(name, model, precision, cases, arguments)
-    gc.set_threshold(*GARBAGE)  # as in an actor
+    gc.set_threshold(*GC_THRESHOLDS)  # as in an actor
     began = perf_counter()
     await engine.start()
     room = f", room for {engine.kv_tokens:,} tokens" if isinstance(engine, CudaEngine) else ""

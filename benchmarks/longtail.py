@@ -2,17 +2,22 @@
 
     python -m benchmarks.longtail                                     the quickstart's model, on a CPU
     python -m benchmarks.longtail --words models/smollm2 --drafter ngram     SmolLM2 on `benchmarks.lists`, on a GPU
+    python -m benchmarks.longtail --words models/smollm2 --modes sync async partial --samples 40960
     python -m benchmarks.longtail --model BIG --head BIGHEAD --frozen-head engine.max_length=256 trainer.lr=2e-6
 
     sync         training begins when the step's last answer is there, generation when the new weights are
     stream       + forward and backward on the groups that are complete, while the others are written
-    partial      + long answers may take some versions, and go on with new weights in the middle; one and a quarter
-                 steps' worth of groups is kept ready or under way
+    async        + answers for the next steps while the trainer works, `max_staleness=2` as by default
+    partial      + long answers may take more versions (--staleness), and go on with new weights in the middle; one and
+                 a quarter steps' worth of groups is kept ready or under way
     speculation  + drafts by a head that follows the policy; without --head one is learned from the first run's answers
     fp8          + weights, activations, keys and values in FP8; left out where the engine has none
 
-Modes add up. Held-out accuracy is measured after the same number of samples, rates without the first steps and the
-last, in which nothing is left to generate.
+Modes add up, and differ in nothing else: learning rate and its schedule, correction and aggregation are printed before
+they run. Held-out accuracy is measured after the same numbers of samples, every --evaluate-every steps, and a table
+says when each mode reached which score. Rates leave the first steps and the last out, in which nothing is left to
+generate; the clock stands still during an evaluation, and because engines go on meanwhile, the steps right after one
+count as long as those further from it.
 `benchmarks.expand --same-vocabulary` makes BIG and BIGHEAD from a small trained pair: answers and acceptance are
 real, the cost is a big model's. Further settings are given as key=value and hold for all modes.
 """
@@ -28,10 +33,11 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import WarmStart
+from asyncrl.config import Run, WarmStart
 from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
-from benchmarks.runs import answers, call, run, steady
+from benchmarks.runs import Point, answers, call, curve, reached, run, steady
+from pipelines.compose import compose, from_yaml
 
 TASK = ChainsTask(median_size=2, size_spread=1.2, max_size=25)
 """Right answers have 11 tokens in the middle and 103 at the end."""
@@ -49,7 +55,11 @@ take some versions they come late, to one step many and to the next one none: we
 step learns would depend on that."""
 LONG = 8.0
 """Longest answer over the median, from which a workload counts as long-tailed."""
-MODES = ("sync", "stream", "partial", "speculation", "fp8")
+MODES = ("sync", "stream", "async", "partial", "speculation", "fp8")
+GROUP_SIZE = 8
+SCORES = 0.5, 0.8, 0.9
+MIDDLE = 20_480
+"""Samples in the middle of a run, at which scores are compared."""
 WANTED = {"partial": 1.6, "speculation": 2.5}
 """Times the samples per second of the synchronous mode, on one GPU."""
 MOST_WAIT, MOST_BEHIND = 0.10, 0.03
@@ -79,6 +89,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     median_length: float
     longest: int
     peak_memory_bytes: float | None
+    max_staleness: int = 0
+    curve: tuple[Point, ...] = ()
+    """Held-out scores on the way, with the samples and seconds of training before them."""
 
     @property
     def tail(self) -> float:
@@ -95,6 +108,8 @@ def settings(mode: str, options: argparse.Namespace, drafter: list[str]) -> list
             return ["max_staleness=0", whole]
         case "stream":
             return ["max_staleness=0", early]
+        case "async":
+            return [f"max_staleness={Run().max_staleness}", early]
         case "partial":
             return [*ahead, early]
         case "speculation":
@@ -118,7 +133,7 @@ def common(options: argparse.Namespace) -> list[str]:
         f"flow.groups_per_step={options.groups}",
         f"rollout.precision={precision}",
         f"trainer.dtype={precision}",
-        "evaluation.every=0",
+        f"evaluation.every={options.evaluate_every}",
         "checkpoint.every=0",
         "checkpoint.last=false",
         *options.overrides,
@@ -139,9 +154,30 @@ def drafting(options: argparse.Namespace, root: Path, model: Path) -> list[str]:
     return [*chosen, f"drafter.path={head.resolve()}", *frozen]
 
 
-def measure(mode: str, directory: Path, summary: dict[str, Any], sync: float | None) -> Figures:
+def same(runs: Sequence[Run]) -> str:
+    """What all modes learn with, from their own settings; modes that differ in it are not comparable."""
+    learning = {msgspec.json.encode((run.trainer, run.correction, run.algorithm, run.seed, run.steps)) for run in runs}
+    if len(learning) > 1:
+        raise SystemExit("modes differ in trainer, correction or algorithm: nothing could be said about asynchrony")
+    run, trainer = runs[0], runs[0].trainer
+    kinds = [f"{part.__struct_config__.tag}({_unusual(part)})" for part in (run.algorithm, run.correction)]
+    return (
+        f"all modes: seed {run.seed}, {run.steps} steps of {run.samples_per_step} samples, lr {trainer.lr:g} (grows "
+        f"over the first {trainer.warmup_steps} steps, falls over the last {trainer.decay_steps}), {kinds[0]}, "
+        f"correction {kinds[1]}, aggregation by {run.algorithm.aggregation}; held-out: {run.evaluation.prompts} "
+        "prompts, sampled"
+    )
+
+
+def _unusual(part: Any) -> str:
+    defaults = type(part)()
+    names = [name for name in part.__struct_fields__ if getattr(part, name) != getattr(defaults, name)]
+    return ", ".join(f"{name}={getattr(part, name)}" for name in names)
+
+
+def measure(mode: str, directory: Path, summary: dict[str, Any], sync: float | None, every: int) -> Figures:
     lengths, learned = answers(directory)
-    pace = steady(directory, ends=1)
+    pace = steady(directory, ends=1, every=every)
     return Figures(
         mode=mode,
         samples=summary["samples_trained"],
@@ -160,6 +196,8 @@ def measure(mode: str, directory: Path, summary: dict[str, Any], sync: float | N
         median_length=median(lengths),
         longest=max(lengths),
         peak_memory_bytes=summary["trainer_peak_memory_bytes"],
+        max_staleness=from_yaml(directory / "config.yaml").max_staleness,
+        curve=tuple(curve(directory, every)),
     )
 
 
@@ -174,6 +212,21 @@ def line(found: Figures) -> str:
     )
 
 
+def table(found: Sequence[Figures], scores: Sequence[float], middle: int) -> list[str]:
+    """When each mode had learned how much: by samples, and by seconds of training."""
+    heads = "".join(f"{f'to {score:g}: samples':>17}{'seconds':>9}" for score in scores)
+    lines = [f"{'mode':12}{'staleness':>10}{'samples/s':>11}{'to sync':>9}{f'at {middle}':>10}{heads}{'last':>7}"]
+    for each in found:
+        here = next((f"{point.held_out:.3f}" for point in each.curve if point.samples == middle), "-")
+        times = [reached(each.curve, score) for score in scores]
+        cells = "".join(f"{t.samples:17}{t.seconds:9.1f}" if t else f"{'-':>17}{'-':>9}" for t in times)
+        lines.append(
+            f"{each.mode:12}{each.max_staleness:10}{each.samples_per_second:11.1f}{each.to_sync:8.2f}x{here:>10}{cells}"
+            f"{each.held_out:7.3f}"
+        )
+    return lines
+
+
 def bars(found: Sequence[Figures]) -> list[str]:
     """Meant for one GPU and a big model."""
     first, lines = found[0], list[str]()
@@ -186,7 +239,7 @@ def bars(found: Sequence[Figures]) -> list[str]:
     for each in found[1:] if first.mode == "sync" else ():
         if wanted := WANTED.get(each.mode):
             bar(each.to_sync >= wanted, f"{each.mode}: {each.to_sync:.2f}x sync, wanted {wanted:g}x")
-        if each.mode != "stream":
+        if each.mode not in ("stream", "async"):
             bar(each.trainer_wait <= MOST_WAIT, f"{each.mode}: trainer waits {each.trainer_wait:.0%}, at most 10 %")
         ahead = each.held_out - first.held_out
         bar(ahead >= -MOST_BEHIND, f"{each.mode}: held-out {100 * ahead:+.1f} points, at most 3 behind sync")
@@ -204,6 +257,8 @@ def compare(options: argparse.Namespace) -> list[Figures]:
     model = options.words or options.model
     model = model or make_model(WarmStart(steps=options.warm_start), TASK, options.seed, root / "model")
     experiment = "smollm2" if options.words else "quickstart"
+    plain = [[f"experiment={experiment}", *common(options), *settings(mode, options, [])] for mode in options.modes]
+    print(same([compose(words) for words in plain]), flush=True)
     found: list[Figures] = []
     for mode in options.modes:
         own = settings(mode, options, drafting(options, root, model) if mode in ("speculation", "fp8") else [])
@@ -215,7 +270,8 @@ def compare(options: argparse.Namespace) -> list[Figures]:
                 raise
             print(f"fp8          left out: {failure(root / mode)}", flush=True)
             continue
-        found.append(measure(mode, directory, summary, found[0].samples_per_second if found else None))
+        first = found[0].samples_per_second if found else None
+        found.append(measure(mode, directory, summary, first, options.evaluate_every))
         print(line(found[-1]), flush=True)
         if options.out:
             options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
@@ -237,13 +293,21 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, help="groups of a step; 32, and 64 with --words")
     parser.add_argument("--staleness", type=int, help="versions that an answer may take; 8, and 20 with --words")
     parser.add_argument("--steps", type=int, help="40, and 110 with --words")
+    parser.add_argument("--samples", type=int, metavar="N", help="instead of --steps")
+    parser.add_argument("--evaluate-every", type=int, metavar="N", help="steps; 0 (at the end only), 8 with --words")
+    parser.add_argument("--scores", type=float, nargs="+", default=list(SCORES), metavar="S", help="held-out, to reach")
+    parser.add_argument("--middle", type=int, default=MIDDLE, metavar="N", help="samples at which scores are compared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start", type=int, default=800, metavar="N", help="supervised steps without --model")
     parser.add_argument("--root", type=Path, metavar="DIR", help="where the runs are kept")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     options = parser.parse_intermixed_args(words)
     options.groups = options.groups or (64 if options.words else 32)
+    if options.samples:
+        options.steps = max(1, options.samples // (options.groups * GROUP_SIZE))
     options.steps = options.steps or (110 if options.words else 40)
+    if options.evaluate_every is None:
+        options.evaluate_every = 8 if options.words else 0
     options.staleness = options.staleness or (20 if options.words else 8)
     if options.modes[0] in ("speculation", "fp8") and options.head is None and options.drafter != "ngram":
         parser.error("a head is learned from the mode before speculation: add one to --modes, or give --head")
@@ -251,8 +315,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    found = compare(parse())
-    print("\n".join(bars(found)))
+    options = parse()
+    found = compare(options)
+    print("\n".join([*table(found, options.scores, options.middle), *bars(found)]))
     print("  ".join(f"{figures.mode} {figures.to_sync:.2f}x" for figures in found))
 
 

@@ -26,12 +26,12 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.runtime.spawn import GARBAGE
+from actors.runtime.spawn import GC_THRESHOLDS
 from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.engine import NativeEngine, VllmEngine
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.models.checkpoint import save_model
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
@@ -48,6 +48,18 @@ WANTED, WANTED_BEYOND, UP_TO = 1.0, 0.8, 32
 """Of vLLM's tokens per second, up to this batch size and beyond it."""
 COPIED, COPIES = 1 << 31, 8
 """Bytes of a copy that measures the bandwidth, and how many follow each other."""
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "initializer_range": 0.02,
+}
+"""What a shape leaves open."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +161,7 @@ async def measure(engine: Engine, name: str, batch: int, seconds: float, limit_m
 
 async def session(name: str, engine: Engine, config: ModelConfig, arguments: argparse.Namespace) -> list[Figures]:
     found: list[Figures] = []
-    gc.set_threshold(*GARBAGE)  # as in an actor
+    gc.set_threshold(*GC_THRESHOLDS)  # as in an actor
     await engine.start()
     for batch in arguments.batches:
         readers = Readers(engine, batch, config.vocabulary, arguments.context)
@@ -192,40 +204,38 @@ def make(name: str, model: Path, arguments: argparse.Namespace) -> Engine:
     return build_vllm(model, settings, NoDrafter(), name=name, precision="bf16")
 
 
-def _random(config: ModelConfig) -> Decoder:
-    model = Decoder(config, torch.bfloat16).to_empty(device="cuda").requires_grad_(False)
+def random_weights(config: ModelConfig, device: str) -> Decoder:
+    """In bf16, drawn on the device: a CPU takes minutes for billions."""
+    model = Decoder(config, torch.bfloat16).to_empty(device=device).requires_grad_(False)
     model.frequencies_D = signed_frequencies(config.rope, config.head_dim)
+    generator = torch.Generator(device).manual_seed(0)
     for name, tensor in hf_tensors(model):
-        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, config.initializer_range)
+        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, config.initializer_range, generator=generator)
     return model
 
 
 @contextmanager
-def made_up(shape: str) -> Generator[Path]:
-    """A directory with random weights of this shape, in memory where there is room."""
-    raw = {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "initializer_range": 0.02,
-    }
-    config = ModelConfig.from_hf(raw | msgspec.structs.asdict(SHAPES[shape]))
-    model = _random(config)
+def made(config: ModelConfig, device: str = "cuda") -> Generator[Path]:
+    """A directory with random weights, in memory where there is room."""
+    model = random_weights(config, device)
     size = 2 * sum(tensor.numel() for _, tensor in hf_tensors(model))
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(dir=memory if memory.is_dir() and shutil.disk_usage(memory).free > 1.2 * size else None)
     try:
         save_model(model, folder)
         del model
-        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.empty_cache()
         yield Path(folder)
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def made_up(shape: str) -> Generator[Path]:
+    """The same of a named shape, with an output matrix of its own."""
+    with made(ModelConfig.from_hf(QWEN3 | msgspec.structs.asdict(SHAPES[shape]))) as folder:
+        yield folder
 
 
 def run(model: Path, arguments: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.drafting.checkpoint import fresh_head, save_head
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.models.checkpoint import load_model
 from asyncrl.system.devices import has_gpu
 from asyncrl.tasks.chains import Chains

@@ -29,11 +29,11 @@ import msgspec
 import torch
 
 from asyncrl.config.precision import Fp8
+from asyncrl.config.weights import TransportName
 from asyncrl.precision.publication import Fp8Source
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.gather import OneRank
-from asyncrl.weights.transports.nccl import addressed_to
-from asyncrl.weights.transports.registry import Transport, make_writer, published
+from asyncrl.weights.transports.registry import addressed_to, make_writer, published
 
 RECEIVER = "receiver"
 ADDED_MS = 100.0
@@ -150,9 +150,9 @@ def available() -> list[str]:
     """The transports of this machine, the fastest first."""
     names = ["shared_memory", "file", "file+delta"]
     if torch.cuda.is_available() and find_spec("cupy") is not None:
-        from asyncrl.weights.transports import cupy_nccl
+        from asyncrl.weights.transports import nccl
 
-        shared = cupy_nccl.nccl().get_version() >= cupy_nccl.OLDEST_SHARED
+        shared = nccl.nccl().get_version() >= nccl.OLDEST_SHARED
         names = ["cuda_ipc", *(["nccl", "nccl+delta"] if shared else []), *names]
     return names
 
@@ -173,7 +173,7 @@ def measure(shape: str, transport: str, precision: str, updates: int) -> Row:
         assert child.stdout is not None
         writer = make_writer(
             Fp8Source(source, SHAPES[shape].layers, Fp8()) if precision == "fp8" else source,
-            cast(Transport, name),
+            cast(TransportName, name),
             prefix="sync",
             folder=Path(folder) / "weights",
             delta=bool(delta),

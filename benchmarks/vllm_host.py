@@ -21,12 +21,12 @@ from time import perf_counter, process_time
 import numpy as np
 import torch
 
-from actors.runtime.spawn import GARBAGE
+from actors.runtime.spawn import GC_THRESHOLDS
 from asyncrl.config import WarmStart
 from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.engine import VllmEngine
 from asyncrl.config.task import ChainsTask
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.models.config import read_config
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Request, Sampling
@@ -59,7 +59,7 @@ async def measure(model: Path, arguments: argparse.Namespace) -> None:
     settings = VllmEngine(max_batch=requests, max_length=PROMPT + sampling.max_tokens + 1, reproducible=False)
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     engine = build_vllm(model, settings, NoDrafter(), name="bench", precision=precision)
-    gc.set_threshold(*GARBAGE)  # as in an actor
+    gc.set_threshold(*GC_THRESHOLDS)  # as in an actor
     await engine.start()
     prompts = np.random.default_rng(0).integers(0, read_config(model).vocabulary, (requests, PROMPT)).tolist()
     asked = [Request(id=str(n), tokens=tuple(p), sampling=sampling, seed=n) for n, p in enumerate(prompts)]

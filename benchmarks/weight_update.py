@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.runtime.spawn import GARBAGE
+from actors.runtime.spawn import GC_THRESHOLDS
 from asyncrl.config import Rollout, Run
 from asyncrl.config import Trainer as TrainerSettings
 from asyncrl.config.drafter import NoDrafter
@@ -40,7 +40,7 @@ from asyncrl.config.engine import EngineSettings, NativeEngine, VllmEngine
 from asyncrl.config.precision import Precision
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.build import build_native
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.names import hf_tensors
@@ -184,7 +184,7 @@ async def measure(engine: Engine, trainer: Trainer, arguments: argparse.Namespac
     while engine.stats().generated_tokens < 20 * arguments.requests:  # noqa: ASYNC110  (a counter, not an event)
         await asyncio.sleep(0.01)
     gc.freeze()  # as in a rollout actor
-    gc.set_threshold(*GARBAGE)
+    gc.set_threshold(*GC_THRESHOLDS)
     arrivals = Arrivals(engine)
     before, began = engine.stats().generated_tokens, perf_counter()
     await asyncio.sleep(2)

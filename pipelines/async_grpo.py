@@ -44,7 +44,6 @@ class AsyncGrpo:
         self._controller = StalenessController(run.staleness, run.max_staleness)
         for row in recorder.rows:  # a resumed run goes on where the controller was
             self._controller.observe(row)
-        self._served = first_step
         self._may_generate = asyncio.Event()
         self._one_version = asyncio.Lock()
         self._engines = EnginePool(run, fleet, task, recorder, self._publish)
@@ -153,7 +152,7 @@ class AsyncGrpo:
     def _is_due(self, version: int, pace: Decision) -> bool:
         """Evaluations judge the newest weights, and a replay, which nobody generates in, ends with them served."""
         return (
-            version - self._served >= pace.publish_every
+            version - self._fleet.state.published_version >= pace.publish_every
             or version == self._run.steps
             or self._evaluates_after(version)
             or not self._may_generate.is_set()
@@ -165,7 +164,6 @@ class AsyncGrpo:
             begun = time.time()
             published = await self._engines.publish()
             await self._fleet.buffer.advance(published.version)
-            self._served = published.version
             self._recorder.span("publish", begun, version=published.version)
             return published
 

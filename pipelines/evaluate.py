@@ -14,14 +14,14 @@ SIZE_BUCKETS = ((1, 3), (4, 6), (7, 12), (13, 10**9))
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of the held-out prompts that were answered right."""
+    """Share of the held-out prompts with a correct completion."""
 
     sampled: float
     greedy: float
     by_size: dict[str, float]
     """Sampled share by problem size, for instance `4-6`."""
     reward: float
-    """Mean reward of the sampled answers; above `sampled` where rewards are graded."""
+    """Mean reward of the sampled completions; above `sampled` where rewards are graded."""
     median_tokens: float
     p95_tokens: float
     max_tokens: int
@@ -33,8 +33,8 @@ async def evaluate(run: Run, rollouts: Sequence[RolloutActor], task: Task) -> Sc
     if not prompts:
         return None
     sampled, greedy = await asyncio.gather(
-        _answers(rollouts, prompts, greedy=False, seed=run.seed),
-        _answers(rollouts, prompts, greedy=True, seed=run.seed),
+        _judge(rollouts, prompts, greedy=False, seed=run.seed),
+        _judge(rollouts, prompts, greedy=True, seed=run.seed),
     )
     tokens = sorted(judged.tokens for judged in sampled)
     return Scores(
@@ -48,8 +48,8 @@ async def evaluate(run: Run, rollouts: Sequence[RolloutActor], task: Task) -> Sc
     )
 
 
-async def _answers(rollouts: Sequence[RolloutActor], prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
-    """Share the prompts out over the replicas and put the answers back in order."""
+async def _judge(rollouts: Sequence[RolloutActor], prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
+    """Distribute the prompts over the replicas, and return the results in order."""
     count = len(rollouts)
     parts = await asyncio.gather(
         *(rollout.evaluate(prompts[i::count], greedy=greedy, seed=seed) for i, rollout in enumerate(rollouts))
@@ -61,12 +61,12 @@ def _by_size(run: Run, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> d
     shares: dict[str, float] = {}
     pairs = list(zip(prompts, judged, strict=True))
     for low, high in SIZE_BUCKETS:
-        inside = [(prompt.size, answer) for prompt, answer in pairs if low <= prompt.size <= high]
+        inside = [(prompt.size, each) for prompt, each in pairs if low <= prompt.size <= high]
         if inside:
-            shares[f"{low}-{max(size for size, _ in inside)}"] = _share(run, [answer for _, answer in inside])
+            shares[f"{low}-{max(size for size, _ in inside)}"] = _share(run, [each for _, each in inside])
     return shares
 
 
 def _share(run: Run, judged: Sequence[Judged]) -> float:
-    """Of answers that are right."""
-    return sum(answer.reward >= run.evaluation.right_from for answer in judged) / len(judged)
+    """Of completions that are correct."""
+    return sum(each.reward >= run.evaluation.right_from for each in judged) / len(judged)

@@ -16,7 +16,6 @@ from asyncrl.config import Checkpoint, Reward, Run, WarmStart, load
 from asyncrl.config.algorithm import Algorithm
 from asyncrl.config.errors import did_you_mean
 from asyncrl.config.task import (
-    JUDGES,
     ChainsTask,
     DatasetTask,
     JsonlTask,
@@ -67,7 +66,7 @@ class RunSettings(TypedDict, total=False):
 
 
 class Pipeline:
-    """What to train on what, and how answers are judged. In this process, unless `cluster` says otherwise."""
+    """A model, its prompts and the reward of completions. Runs in this process, unless `cluster` says otherwise."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class Pipeline:
             "name": self._name,
             "model": msgspec.to_builtins(_model(model)),
             "task": msgspec.to_builtins(task),
-            "reward": self._called("reward", JUDGES.get(type(task), Reward().function) if reward is None else reward),
+            "reward": self._called("reward", (task.judge or Reward().function) if reward is None else reward),
             "algorithm": self._algorithm(algorithm),
             "stages": [self._called(f"stages/{number}", stage) for number, stage in enumerate(stages)],
         }
@@ -119,15 +118,15 @@ class Pipeline:
         """Train to the end."""
         from pipelines.train import train
 
-        return self._do(lambda: train(self.config))
+        return self._execute(lambda: train(self.config))
 
     def resume(self) -> Result:
-        """Go on with a run of this name that was stopped or killed, with the settings that it was begun with."""
+        """Continue a run of this name that was stopped or killed, with the settings that it was started with."""
         from pipelines.train import resume
 
-        return self._do(lambda: resume(self.directory))
+        return self._execute(lambda: resume(self.directory))
 
-    def _do(self, work: Callable[[], int]) -> Result:
+    def _execute(self, work: Callable[[], int]) -> Result:
         if (file := loaded_file()) is not None:
             raise ConfigError(
                 f"{file} starts a run while it is only imported for a function of it: put the start under "

@@ -1,4 +1,4 @@
-"""Train again from what a run recorded, without engines: the same settings must give the same weights.
+"""Trains again from what a run recorded, without engines: the same settings must give the same weights.
 
 recorded deliveries, in order -> Learner.accumulate -> Learner.step -> digest against the run's checkpoint
                                                                     -> a directory that `compare` reads like a run
@@ -21,7 +21,7 @@ from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
 from asyncrl.buffer.reader import read_deliveries, read_run
-from asyncrl.config import Checkpoint, Run
+from asyncrl.config import Run
 from asyncrl.data.reward_parts import reward_parts
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import save_model
@@ -40,14 +40,14 @@ Row = dict[str, Any]
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replay came to."""
+    """The result of a replay."""
 
     steps: int
     digest: str
     recorded: str
     """Digest of the run's own weights after as many steps."""
     scores: Scores | None = None
-    """Of the replayed weights on the run's held-out prompts, where they were asked for."""
+    """Of the replayed weights on the run's held-out prompts, if requested."""
     ranks: int = 1
     """Of the run; a replay has one, which takes sums in another order than several."""
 
@@ -73,11 +73,11 @@ def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, hel
         target = _directory(out) if out else RunDirectory(Path(scratch))
         done, rows = _train(run, source, start, target.model, saved[-1])
         _record(target, run, rows)
-        _sum_up(target, source, done, rows)  # before the evaluation, whose failure must not cost the training
+        _write_summary(target, source, done, rows)  # before the evaluation, whose failure must not cost the training
         if held_out:
             scores = asyncio.run(_score(run, target.model, Path(scratch) / "buffer"))
             done = msgspec.structs.replace(done, scores=scores)
-            _sum_up(target, source, done, rows)
+            _write_summary(target, source, done, rows)
     return done
 
 
@@ -89,14 +89,14 @@ def _check_held_out(run: Run) -> None:
 
 def _start(run: Run, source: RunDirectory) -> Path:
     """The weights that the run began with."""
-    model = Path(run.model.path).expanduser() if isinstance(run.model, Checkpoint) else source.model
+    model = run.model.directory or source.model
     if not model.is_dir():
         raise ConfigError(f"the run started from {model}, which is not there any more; a replay starts from it too")
     return model
 
 
 def _directory(out: Path) -> RunDirectory:
-    """An empty directory, new or found."""
+    """A directory that is new or empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"--out {out} exists already and is not empty: name a new directory, or remove it first")
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -163,7 +163,7 @@ def _row(step: int, report: StepReport, trained: Sequence[Trajectory], ages: Seq
 
 
 class _Groups:
-    """Whole groups out of a stream of samples; only those not yet asked for are held in memory."""
+    """Whole groups from a stream of samples; only those not yet taken are held in memory."""
 
     def __init__(self, stored: Iterator[Trajectory], size: int) -> None:
         self._stored = stored
@@ -189,7 +189,7 @@ def _line(steps: int, row: Row) -> str:
 
 
 async def _score(run: Run, model: Path, buffer: Path) -> Scores | None:
-    """Held-out answers as the run's own engines give them, from one of these in this process."""
+    """Held-out scores as the run's own engines would give them, from one such engine in this process."""
     reward = RewardActor(run.reward, run.environment)
     store = BufferActor(run, buffer)  # a rollout actor has one; nothing of an evaluation enters it
     rollout = RolloutActor(run, model, "held-out", store, reward)
@@ -210,7 +210,7 @@ def _record(target: RunDirectory, run: Run, rows: Sequence[Row]) -> None:
     replace(target.metrics, sink.getvalue())
 
 
-def _sum_up(target: RunDirectory, source: RunDirectory, done: Replayed, rows: Sequence[Row]) -> None:
+def _write_summary(target: RunDirectory, source: RunDirectory, done: Replayed, rows: Sequence[Row]) -> None:
     """The keys of a run's summary that a replay has too, and where it comes from."""
     samples = sum(row["samples"] for row in rows)
     summary = {

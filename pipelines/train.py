@@ -1,4 +1,4 @@
-"""From a config to a finished run directory: prepare, place the actors, run the pipeline, sum up.
+"""From a config to a finished run directory: prepare, place the actors, run the pipeline, write the summary.
 
 The same two functions serve the command line and Python: `train(run)` and `resume(directory)`.
 """
@@ -10,22 +10,22 @@ import msgspec
 
 from actors.fleet import write_pid_file
 from actors.runtime.spawn import Spawner, cluster
-from asyncrl.config import Checkpoint, Run, WarmStart
+from asyncrl.config import Run
 from asyncrl.config import trackers as tracking
-from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
 from asyncrl.config.precision import without_fp8
-from asyncrl.errors import ActorError, AsyncRLError, ConfigError, Fp8Error, MissingDependencyError
+from asyncrl.errors import ActorError, AsyncRLError, ConfigError, EndOfDataError, Fp8Error, MissingDependencyError
 from asyncrl.fleet.placement import CPU, HERE, Offer
-from asyncrl.observe.diagnosis.prompts import Announced
 from asyncrl.observe.environment import environment
 from asyncrl.system.run_directory import RunDirectory, owner_only, replace
+from asyncrl.tasks.base import Split, Task
 from asyncrl.tasks.registry import make_task
 from asyncrl.training import checkpoint
+from asyncrl.types import Prompt
 from pipelines.async_grpo import AsyncGrpo
 from pipelines.compose import from_yaml, to_yaml
 from pipelines.fleet import cluster_offer
 from pipelines.fleet.place import place
-from pipelines.plan.plan import preflight
+from pipelines.plan import preflight
 from pipelines.recording import summary
 from pipelines.recording.notebook import make_progress
 from pipelines.recording.progress import Progress
@@ -33,13 +33,12 @@ from pipelines.recording.recorder import Recorder
 from pipelines.supervision.thread_runner import run_loop
 from pipelines.supervision.watchdog import Watchdog
 
-# The head that a run begins with: the user's, the run's own from an earlier attempt, or a fresh one.
-
 
 def prepare_head(run: Run, directory: RunDirectory, model_path: Path) -> Run:
-    """The run with the path of a head that is there; it lies with the run, where its drafter saves the trained one."""
-    drafter = run.drafter
-    if not isinstance(drafter, EagleDrafter | Eagle3Drafter):
+    """The run with the path of its draft head: the user's, the run's own from an earlier attempt, or a fresh one. It
+    lies with the run, where its drafter saves the trained one."""
+    drafter = run.drafter.head
+    if drafter is None:
         return run
     from asyncrl.drafting.checkpoint import fresh_head, load_head, save_head  # torch, which a plan does without
     from asyncrl.models.config import read_config
@@ -55,7 +54,7 @@ def prepare_head(run: Run, directory: RunDirectory, model_path: Path) -> Run:
 def train(run: Run) -> int:
     """Train from the start; returns the exit code."""
     preflight(run)
-    preflight(run, cluster_offer.look(run))  # a cluster is asked only for a run that could be
+    preflight(run, cluster_offer.look(run))  # a cluster is queried only for a run that is possible
     directory = RunDirectory.create(Path(run.root) / run.name)
     replace(directory.config, to_yaml(run).encode())
     return _run(run, directory, resumed=False)
@@ -126,7 +125,7 @@ class _Attempt:
     def make(
         self, run: Run, offer: Offer, spawner: Spawner, model_path: Path, watchdog: Watchdog
     ) -> dict[str, Any] | None:
-        """The run's figures; None if another attempt is to be made."""
+        """The run's figures; None if another attempt follows."""
         watched = watchdog.over(spawner)
         training = _train(
             run, offer, self._directory, self.recorder, watched, model_path, self._restore_from, resumed=self._resumed
@@ -143,7 +142,7 @@ class _Attempt:
             return None
 
     def _leave_fp8(self, reason: str) -> None:
-        """Also for those who resume: the run's settings are changed."""
+        """Changes the settings of the run, so that a resumed run has no FP8 either."""
         self._run, self.left_fp8 = without_fp8(self._run), True
         replace(self._directory.config, to_yaml(self._run).encode())
         self.recorder.fp8_left(reason)
@@ -153,8 +152,27 @@ class _Attempt:
         return _Attempt(self._run, self._directory, self._progress, resumed=True, number=self._number + 1)
 
 
+class EndlessTask:
+    """A task that must not run out of prompts: if it does, the error says so instead of a bare StopIteration."""
+
+    def __init__(self, task: Task, run: Run) -> None:
+        self._task = task
+        self._run = run
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        try:
+            return self._task.prompt(split, index)
+        except (StopIteration, IndexError, KeyError) as end:
+            steps, groups = self._run.steps, self._run.flow.groups_per_step
+            raise EndOfDataError(
+                f"the prompts have ended: the task has no {split} prompt {index} ({type(end).__name__}: {end}), and "
+                f"steps={steps} of {groups} groups take {steps * groups} at least; let it begin again from the first, "
+                "or lower steps"
+            ) from None
+
+
 def _first_cause(error: BaseException) -> BaseException:
-    """Task groups wrap what went wrong; a person wants the thing itself."""
+    """Task groups wrap errors; the message should name the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -162,17 +180,15 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _model(run: Run, directory: RunDirectory, progress: Progress) -> Path:
     """The directory of the starting weights; a warm start is made once and kept with the run."""
-    match run.model:
-        case Checkpoint():
-            return Path(run.model.path).expanduser().resolve()
-        case WarmStart():
-            from asyncrl.training.warm_start import make_model
+    if (given := run.model.directory) is not None:
+        return given.resolve()
+    if (settings := run.model.warm_start) is not None and not directory.model.exists():
+        from asyncrl.training.warm_start import make_model
 
-            if not directory.model.exists():
-                progress.say(f"warm start: {run.model.steps} supervised steps on noisy worked examples")
-                scratch = directory.model.with_name(".model.partial")  # a killed run leaves no half of a model
-                make_model(run.model, run.task, run.seed, scratch, progress.warm_start).rename(directory.model)
-            return directory.model.resolve()
+        progress.say(f"warm start: {settings.steps} supervised steps on noisy worked examples")
+        scratch = directory.model.with_name(".model.partial")  # a killed run leaves no half of a model
+        make_model(settings, run.task, run.seed, scratch, progress.warm_start).rename(directory.model)
+    return directory.model.resolve()
 
 
 async def _train(
@@ -194,7 +210,7 @@ async def _train(
     try:
         if restore_from:
             await fleet.trainer.restore(restore_from[1])
-        task = Announced(make_task(run.task, run.seed), run)
+        task = EndlessTask(make_task(run.task, run.seed), run)
         await AsyncGrpo(run, fleet, task, recorder, first_step=first_step).run()
         return summary.write(
             directory,

@@ -1,11 +1,16 @@
 """The rules that a machine can check: who imports whom, what a bare import loads, which calls are unsafe."""
 
+import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import asyncrl
+from asyncrl.renamed_modules import RENAMED
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("asyncrl", "actors", "pipelines")
@@ -49,6 +54,49 @@ def test_light_imports(modules: str, tmp_path: Path) -> None:
     heavy = {"torch", "ray", "vllm", "cupy", "transformers"} | ({"hydra"} if "compose" not in modules else set())
     result = python(f"import sys, {modules}; print(*sorted({heavy!r} & set(sys.modules)))", cwd=tmp_path)
     assert (result.stdout.strip(), result.stderr) == ("", "")
+
+
+def test_the_package_gives_out_its_public_names() -> None:
+    assert {name: getattr(asyncrl, name).__module__ for name in ("Pipeline", "Run", "Prompt", "Score", "Drop")} == {
+        "Pipeline": "pipelines.pipeline",
+        "Run": "asyncrl.config.run",
+        "Prompt": "asyncrl.types",
+        "Score": "asyncrl.user_code.score",
+        "Drop": "asyncrl.user_code.stages",
+    }
+    with pytest.raises(ImportError, match="nothing_of_ours"):
+        from asyncrl import nothing_of_ours  # type: ignore[attr-defined] # noqa: F401
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_old_names_of_modules_are_the_modules(old: str, new: str) -> None:
+    """What users' files and started cluster jobs import."""
+    assert import_module(old) is import_module(new)
+
+
+def test_old_names_load_nothing_heavy(tmp_path: Path) -> None:
+    """In any order: a name below an old one, without the one above it."""
+    code = (
+        "import sys; from asyncrl.stages.base import Drop; from asyncrl.rewards.score import Score; import asyncrl; "
+        "assert (asyncrl.Drop, asyncrl.Score) == (Drop, Score); print(*sorted({'torch', 'ray'} & set(sys.modules)))"
+    )
+    result = python(code, cwd=tmp_path)
+    assert (result.stdout.strip(), result.stderr) == ("", "")
+
+
+def test_a_job_that_was_begun_under_the_old_name_is_followed(tmp_path: Path) -> None:
+    """The head node is told by a laptop whose asyncrl may be older, and the other way round."""
+
+    def job(module: str, *words: str) -> str:
+        command = [sys.executable, "-m", module, *words]
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    job("pipelines.cluster_job", "start", "a", "/bin/echo", "said")
+    assert job("pipelines.cluster.job", "follow", "a", "MARK") == "MARK\nsaid\n\nMARK 0\n"
+    assert job("pipelines.cluster_job", "follow", "a", "MARK") == "MARK\nsaid\n\nMARK 0\n"
 
 
 def test_no_unsafe_calls() -> None:

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from tests.support import needs
+
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -41,7 +43,7 @@ def test_pictures_are_complete_and_readable_in_the_dark(picture: Path) -> None:
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason="pip install 'asyncrl[docs]'")
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason=needs.package("docs"))
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -1,0 +1,1 @@
+"""The drafter: trains draft heads on hidden states of the trainer, and offers better ones to the engines."""

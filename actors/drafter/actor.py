@@ -1,7 +1,7 @@
-"""The drafter actor: hidden states in, better drafting heads out, whenever nobody needs the machine more.
+"""The drafter actor: hidden states in, better draft heads out, in the time that training and rollouts leave.
 
 It trains in small updates for as long as it has something to learn from. Every few seconds of training it compares
-the head with the one that the engines have, on answers that neither was trained on, and offers it if it is better.
+the head with the one that the engines have, on samples that neither was trained on, and offers it if it is better.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Run
-from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.checkpoint import head_tensors, load_head, save_head
 from asyncrl.drafting.heads import Head
 from asyncrl.drafting.idle_gate import BusyFlag
@@ -33,7 +32,7 @@ from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
 STATE = "optimizer.state"
 """Beside the head: its optimizer, to go on from. In safetensors, but vLLM takes every file so named for weights."""
 LOOK_SECONDS = 0.005
-"""How often a waiting drafter looks whether it may go on."""
+"""How often a waiting drafter checks whether it may continue."""
 JUDGE_TOKENS = 4096
 PART_TOKENS = 256
 """Trained on between two looks: some tens of milliseconds on a CPU."""
@@ -49,7 +48,7 @@ class DrafterStatus(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Spent in training."""
     acceptance: float | None
-    """Expected tokens per step of the head that the engines have, on held-out answers; null before the first look."""
+    """Expected tokens per step of the head that the engines have, on held-out samples; null before it is evaluated."""
     windows: int
     dropped_windows: int
     held_bytes: int
@@ -61,12 +60,13 @@ class DrafterActor:
 
     def __init__(self, run: Run, model_path: Path, directory: Path, busy: Path) -> None:
         torch.set_num_threads(run.trainer.threads)
-        assert isinstance(run.drafter, EagleDrafter | Eagle3Drafter)
-        self._settings, self._depth = run.drafter.training, run.drafter.tokens
+        drafter = run.drafter.head
+        assert drafter is not None
+        self._settings, self._depth = drafter.training, drafter.tokens
         self._directory = directory
         self._busy = BusyFlag(busy)
         model, config = load_model(model_path)
-        head = load_head(run.drafter.path, config)
+        head = load_head(drafter.path, config)
         device = training_device(run.trainer.device)
         self._learner = DrafterLearner(head, model.embed_tokens.weight, model.output_matrix, self._settings, device)
         resumed = (directory / STATE).is_file()
@@ -86,12 +86,12 @@ class DrafterActor:
         self._training = asyncio.create_task(self._train(), name="drafter")
 
     async def collect(self, payload: bytes, dropped: int = 0) -> None:
-        """Take windows of hidden states in; `dropped` were left behind since the last ones, as nobody took them."""
+        """Receive windows of hidden states; `dropped` were lost since the last ones, as the drafter was busy."""
         self._states.add(decode(payload))
         self._states.counters.dropped += dropped
 
     async def follow(self, manifest: WeightManifest) -> None:
-        """The policy has moved: draft for its embedding and its output matrix from now on."""
+        """A new policy version: draft for its embedding and its output matrix from now on."""
         wanted = {
             name: tensor.clone()
             for name, tensor in read_published(manifest, self._learner.device)
@@ -100,7 +100,7 @@ class DrafterActor:
         self._learner.set_target(wanted[EMBEDDING], wanted.get(OUTPUT, wanted[EMBEDDING]))
 
     async def offer(self) -> WeightManifest | None:
-        """A head that is better than the last one given out, if there is one."""
+        """A head that is better than the last one offered, if there is one."""
         if not self._has_better:
             return None
         self._has_better = False
@@ -145,7 +145,7 @@ class DrafterActor:
                 self._judged_at = self._seconds
 
     async def _update(self, windows: list[Window]) -> None:
-        """One optimizer step, in small parts: between two of them the drafter gives way."""
+        """One optimizer step, in small parts: between two of them the drafter yields the machine."""
         self._trained_tokens += sum(map(len, windows))
         parts = list(_parts(windows))
         tokens = 0

@@ -1,4 +1,4 @@
-"""Windows of hidden states on their way to the drafter. Whoever sends them never waits, whatever the drafter does."""
+"""Sends windows of hidden states to the drafter. The sender never waits, whatever the drafter does."""
 
 import asyncio
 from collections.abc import Generator, Iterable
@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from actors.drafter.actor import DrafterActor
-from actors.runtime.background import notice
+from actors.runtime.background import retrieve_exception
 from asyncrl.config import Run
-from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.hidden_capture import RolloutTap
 from asyncrl.drafting.windows import Window, encode
@@ -19,7 +18,7 @@ from asyncrl.types import Request, Trajectory
 
 class HiddenStream:
     def __init__(self, drafter: DrafterActor, most_tokens: int) -> None:
-        """While the drafter takes windows in, `most_tokens` of others wait for it; more are dropped, and counted."""
+        """While the drafter receives windows, at most `most_tokens` of others wait; more are dropped, and counted."""
         self._drafter, self._most_tokens = drafter, most_tokens
         self._waiting: list[Window] = []
         self._dropped = 0
@@ -33,7 +32,7 @@ class HiddenStream:
                 self._waiting.append(window)
         if self._waiting and (self._sending is None or self._sending.done()):
             self._sending = asyncio.create_task(self._send())
-            self._sending.add_done_callback(notice)  # a dead drafter is the run's business
+            self._sending.add_done_callback(retrieve_exception)  # the run handles a dead drafter
 
     async def _send(self) -> None:
         while self._waiting:
@@ -43,19 +42,20 @@ class HiddenStream:
 
 
 class HiddenRollouts:
-    """Of some of the answers of one engine out of `engines`, which share the budget of a step."""
+    """Of some samples of one engine out of `engines`, which share the budget of a step."""
 
     def __init__(self, run: Run, model_path: Path, name: str, drafter: DrafterActor, engines: int) -> None:
-        assert isinstance(run.drafter, EagleDrafter | Eagle3Drafter)
-        training, config = run.drafter.training, read_config(model_path)
-        layers = read_head_config(Path(run.drafter.path), config).taps
+        head = run.drafter.head
+        assert head is not None
+        training, config = head.training, read_config(model_path)
+        layers = read_head_config(Path(head.path), config).taps
         tokens, seed = max(1, training.tokens_per_source // engines), random_stream(run.seed, "hidden", name)
         self.tap = RolloutTap(training, layers, config.hidden_size, tokens=tokens, seed=seed)
         self._stream = HiddenStream(drafter, training.tokens_per_source)
 
     @contextmanager
     def offered(self, request: Request) -> Generator[None, None, None]:
-        """Until the answer is stored, or came to nothing."""
+        """Until the sample is stored, or failed."""
         self.tap.offer(request.id, len(request.tokens) + request.sampling.max_tokens)
         try:
             yield
@@ -63,5 +63,5 @@ class HiddenRollouts:
             self.tap.end(request.id, None)
 
     def send(self, request: str, trajectory: Trajectory) -> None:
-        """The answer is finished, and its versions are what they say."""
+        """The sample is finished, and its versions are confirmed."""
         self._stream.send(self.tap.end(request, trajectory))

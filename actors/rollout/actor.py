@@ -24,11 +24,12 @@ from asyncrl.config import Run
 from asyncrl.config.precision import served_precision
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.drafting.bandit import Range
+from asyncrl.drop_reasons import DropReason
 from asyncrl.engines.base import Engine
 from asyncrl.engines.cooperative import turns
 from asyncrl.engines.registry import build_engine
 from asyncrl.errors import EngineError, WeightSyncError
-from asyncrl.fleet.delivery import gather_seconds
+from asyncrl.fleet.concurrency import gather_seconds
 from asyncrl.observe.diagnosis.activity import RolloutActivity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.system.random_streams import random_stream
@@ -48,12 +49,11 @@ from asyncrl.types import (
 from asyncrl.user_code.protocol import RewardFailure, RewardResult
 from asyncrl.user_code.score import Score
 from asyncrl.weights import probe
-from asyncrl.weights.transports.nccl import addressed_to
-from asyncrl.weights.transports.registry import to_file
+from asyncrl.weights.transports.registry import addressed_to, to_file
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True):
-    """One evaluated answer."""
+    """One evaluated completion."""
 
     reward: float
     tokens: int
@@ -72,7 +72,7 @@ class RolloutActor:
         drafter: DrafterActor | None = None,
         learned: Sequence[Range] = (),
     ) -> None:
-        """`drafter`: whom hidden states of some answers are sent to; `learned` about drafting by an earlier engine."""
+        """`drafter` gets hidden states of some samples; `learned`: what an earlier engine learned about drafting."""
         self._run = run
         self._name = name
         self._buffer = buffer
@@ -116,13 +116,13 @@ class RolloutActor:
                         slot = Slot(tokenized.ticket.group, sample)
                         sampling = self._sample(slot, tokenized, known.get(slot, ()), unfinished)
                         tasks.create_task(self._activity.follow(slot, sampling))
-                await turns()  # all groups of a step at once would keep running answers from their next tokens
+                await turns()  # all groups of a step at once would delay the next tokens of running requests
         if unfinished:
             await self._buffer.note(unfinished)
 
     async def drain(self) -> None:
-        """Generate no further: what runs is given up where it is, for others to go on with. Answers that are finished
-        are still scored and stored, and held-out ones are finished."""
+        """Generate no further: running requests are stopped where they are, for other engines to continue. Finished
+        completions are still scored and stored, and held-out ones are finished."""
         self._generator.leaving = True
         for request in self._quarantine.under_way:
             await self._engine.abort(request)
@@ -156,22 +156,22 @@ class RolloutActor:
                     )
                 except EngineError:
                     if self._engine.refusal:
-                        raise  # it is of no use any more: others have to go on with its answers
-                    await self._buffer.fail(slot, "engine_error")
+                        raise  # it is of no use any more: other engines have to continue its samples
+                    await self._buffer.fail(slot, DropReason.ENGINE_ERROR)
                     return
                 finally:
                     self._generator.begun.pop(slot, None)
                 self._activity.stage(slot, "verdict")
                 spoiled = await self._quarantine.spoiled(request.id)
             if spoiled:
-                await self._buffer.fail(slot, "unverified", answer.sampled_tokens)
+                await self._buffer.fail(slot, DropReason.UNVERIFIED, answer.sampled_tokens)
                 return
             if answer.failure is not None:
                 await self._buffer.fail(slot, answer.failure.reason, answer.sampled_tokens)
                 return
             if answer.finish == "abort":
                 if answer.finished >= tokenized.ticket.deadline:  # else the engine was closed; a resumed run asks again
-                    await self._buffer.fail(slot, "timeout", answer.sampled_tokens)
+                    await self._buffer.fail(slot, DropReason.TIMEOUT, answer.sampled_tokens)
                 elif self._generator.leaving:
                     unfinished[slot] = answer.segments
                 return
@@ -209,7 +209,7 @@ class RolloutActor:
         )
 
     async def evaluate(self, prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
-        """Completion held-out prompts beside the training work; nothing of it enters the buffer."""
+        """Complete held-out prompts beside the training work; nothing of it enters the buffer."""
         deadline = time.time() + self._run.flow.stall_timeout_s
         evaluation = next(self._evaluations)
         requests = [
@@ -230,7 +230,7 @@ class RolloutActor:
         return [Judged(_total(result), answer.sampled_tokens) for result, answer in zip(results, answers, strict=True)]
 
     async def load_weights(self, manifest: WeightManifest) -> WeightAck:
-        """Serve the version if it arrives whole and computes what the trainer does; else the one before."""
+        """Serve the version if it arrives whole and passes the probe; else the one before."""
         manifest = addressed_to(manifest, self._name)
         async with self._quarantine.hold():
             loading = self._engine.load_weights(manifest, self._run.rollout.on_update)
@@ -254,10 +254,10 @@ class RolloutActor:
         return probe.gap(wanted, [float(s.logprobs[0]) for answer in answers for s in answer.segments])
 
     async def _go_back(self) -> None:
-        """Throw away what the bad version may have touched, and serve the one before, if it was published."""
+        """Drop what the bad version may have sampled, and serve the one before, if it was published."""
         for request in self._quarantine.reject():
             await self._engine.abort(request)
-        self._generator.begun.clear()  # nobody may go on from what the bad version sampled
+        self._generator.begun.clear()  # no engine may continue what the bad version sampled
         if self._served is not None:
             await self._engine.load_weights(self._served, "recompute")
 
@@ -289,7 +289,7 @@ class RolloutActor:
 
 
 def _total(result: RewardResult) -> float:
-    """Held-out answers without a reward are wrong."""
+    """Held-out completions without a reward count as wrong."""
     if isinstance(result, RewardFailure):
         return 0.0
     return result.total if isinstance(result, Score) else result

@@ -1,4 +1,4 @@
-"""Tells the buffer how far an engine's answers are, in case that its process dies. Nobody waits for it."""
+"""From an engine to the buffer: `DeliveryQueue` for finished completions, `ProgressReporter` for unfinished ones."""
 
 import asyncio
 import time
@@ -6,18 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
-from actors.runtime.background import notice
+from actors.runtime.background import retrieve_exception
 from asyncrl.data.arrow import encode
-from asyncrl.fleet.delivery import GATHER_SECONDS
+from asyncrl.fleet.concurrency import GATHER_SECONDS
 from asyncrl.types import Segment, Slot, Trajectory
 from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult
 from asyncrl.user_code.score import Score, rewarded
 from asyncrl.user_code.stages import Sample
 
-# Finished answers on their way from an engine to the buffer, scored and appended a few at a time.
+EVERY_SECONDS = 1.0
+"""Least time between two reports of one engine: versions may follow each other faster than a crash is worth."""
+CALLS_PER_SECOND = 16
+"""Reports that the engines of a run make together, at most."""
 
 
 class DeliveryQueue:
+    """Scores finished completions and appends them to the buffer, a few at a time."""
+
     def __init__(
         self,
         buffer: BufferActor,
@@ -41,7 +46,7 @@ class DeliveryQueue:
         """Join the next batch; its failure is that of every answer in it."""
         if not self._waiting:
             self._flushing = asyncio.create_task(self._flush_soon())
-            self._flushing.add_done_callback(notice)
+            self._flushing.add_done_callback(retrieve_exception)
         self._waiting.append((judged, trajectory))
         await asyncio.shield(self._flushing)
 
@@ -79,7 +84,7 @@ class DeliveryQueue:
         more, when the buffer has many engines to serve."""
         if not self._ready:
             self._storing = asyncio.create_task(self._store_next())
-            self._storing.add_done_callback(notice)
+            self._storing.add_done_callback(retrieve_exception)
         self._ready += payloads
         await asyncio.shield(self._storing)
 
@@ -93,13 +98,9 @@ def _sample(judged: RewardInput, trajectory: Trajectory, reward: float | Score) 
     return Sample(judged.prompt, judged.completion, judged.answer, rewarded(trajectory, reward), judged.turns)
 
 
-EVERY_SECONDS = 1.0
-"""Least time between two notes of one engine: versions may follow each other faster than a death is worth."""
-CALLS_PER_SECOND = 16
-"""That the engines of a run make together, at most, when they are many."""
-
-
 class ProgressReporter:
+    """Tells the buffer how far unfinished completions are, in case the engine's process dies. Nobody waits for it."""
+
     def __init__(self, buffer: BufferActor, engines: int) -> None:
         self._buffer = buffer
         self._every_s = max(EVERY_SECONDS, engines / CALLS_PER_SECOND)
@@ -110,7 +111,7 @@ class ProgressReporter:
         """An update has cut off what runs: `begun`, as it will be then, is noted soon."""
         if self._noting is None or self._noting.done():
             self._noting = asyncio.create_task(self._note(begun))
-            self._noting.add_done_callback(notice)
+            self._noting.add_done_callback(retrieve_exception)
 
     async def _note(self, begun: Mapping[Slot, tuple[Segment, ...]]) -> None:
         # What the update cut off is still on its way to its readers.

@@ -1,10 +1,10 @@
-"""Answers of an engine, from a request to its end; with an environment an answer is a conversation.
+"""Completions of one engine, from the tokenized prompt to the last token; with an environment, whole conversations.
 
-    prompt | turn | given | turn | given | turn      one trajectory: what is given is read, only turns are learned
+    prompt | turn | given | turn | given | turn      one trajectory: given tokens are read, only turns are learned
 
-Each turn is a request of its own with a random stream of its own, and what was said before is its prompt, so it may
-have other policy versions than the turns before it. All that is known of an answer are its segments: from them any
-engine goes on, in the middle of a turn or between two.
+Each turn is a request of its own with a random stream of its own, and the conversation so far is its prompt, so it may
+have other policy versions than the turns before it. The state of a completion is its segments: from them any engine can
+continue, in the middle of a turn or between two. Prompts are tokenized in a thread, while running requests get tokens.
 """
 
 import asyncio
@@ -17,20 +17,19 @@ import msgspec
 from actors.reward import RewardActor
 from asyncrl.config import Rollout, Run
 from asyncrl.data.tokenizer import Tokenizer
+from asyncrl.drop_reasons import DropReason
 from asyncrl.engines.base import Engine
 from asyncrl.system.random_streams import random_stream
 from asyncrl.types import GIVEN, Finish, Prompt, Request, Segment, Slot, Ticket
 from asyncrl.user_code.environments import Conversation
 from asyncrl.user_code.protocol import RewardFailure, RewardInput
 
-# The prompts of groups on their way to an engine: encoded in a thread, while running answers get their tokens.
-
 AT_ONCE = 4
 """Groups that are begun between two steps of an engine."""
 
 
 class TokenizedPrompt(NamedTuple):
-    """What the samples of a group have in common."""
+    """A group's prompt, which all its samples share."""
 
     ticket: Ticket
     prompt: Prompt
@@ -46,12 +45,13 @@ def batches(work: Sequence[tuple[Ticket, Prompt]]) -> Iterator[Sequence[tuple[Ti
 async def tokenize(
     work: Sequence[tuple[Ticket, Prompt]], tokenizer: Tokenizer, rollout: Rollout
 ) -> list[TokenizedPrompt]:
+    """In a thread: running completions get their next tokens meanwhile."""
     tokens = await asyncio.to_thread(tokenizer.encode_prompts, [prompt for _, prompt in work], rollout)
     return [TokenizedPrompt(*each, tuple(ids), Segment.given(ids)) for each, ids in zip(work, tokens, strict=True)]
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What an engine made of one request, or of all those of a conversation."""
+    """What an engine generated for one request, or for all requests of a conversation."""
 
     segments: tuple[Segment, ...]
     finish: Finish
@@ -71,7 +71,7 @@ class CompletionGenerator:
         self._engine, self._tokenizer, self._reward = engine, tokenizer, reward
         self._aborts: set[asyncio.Task[None]] = set()
         self.begun: dict[Slot, tuple[Segment, ...]] = {}
-        """What running answers consist of, up to the last weight update or turn."""
+        """Segments of running samples, up to the last weight update or turn."""
         self.leaving = False
 
     async def converse(
@@ -138,7 +138,7 @@ class CompletionGenerator:
             given = self._tokenizer.encode_turn(said, self._rollout, after=int(answer.segments[-1].tokens[-1]))
             if isinstance(given, list):
                 return self._given(answer, given)
-            said = RewardFailure("environment_invalid", given)
+            said = RewardFailure(DropReason.ENVIRONMENT_INVALID, given)
         return msgspec.structs.replace(answer, failure=said)
 
     def _given(self, answer: Completion, tokens: list[int]) -> Completion:

@@ -1,7 +1,7 @@
-"""Holds answers back while a new version is on trial.
+"""Holds finished completions back while a new version is in quarantine.
 
-Between loading weights and the probe's verdict an engine goes on with its answers. None of them may leave before it is
-known that their last tokens were sampled by the version that they name; after a bad verdict none leaves at all.
+Between loading weights and the result of the probe an engine goes on generating. No completion may leave before it is
+known that its last tokens were sampled by the version that they name; after a failed probe none leaves at all.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ class Quarantine:
 
     @contextmanager
     def running(self, request: str) -> Generator[None, None, None]:
-        """For as long as the request is answered and its verdict is awaited."""
+        """While the request is generated and the probe's result is awaited."""
         self._running.add(request)
         try:
             yield
@@ -33,13 +33,13 @@ class Quarantine:
         return tuple(self._running)
 
     async def spoiled(self, request: str) -> bool:
-        """Whether the answer is worthless; waits for the verdict, if one is due."""
+        """Whether the completion must be dropped; waits for the probe's result, if one is due."""
         await self._over.wait()
         return request in self._spoiled
 
     @asynccontextmanager
     async def hold(self) -> AsyncGenerator[None, None]:
-        """Until the end of the block answers wait."""
+        """Completions wait until the end of the block."""
         self._over.clear()
         try:
             yield
@@ -47,6 +47,6 @@ class Quarantine:
             self._over.set()
 
     def reject(self) -> list[str]:
-        """The verdict is bad: returns the requests that may have tokens of the version on trial."""
+        """The probe failed: returns the requests that may have tokens of the quarantined version."""
         self._spoiled |= self._running
         return sorted(self._running)

@@ -1,4 +1,4 @@
-"""Joins a Ray that is there already: one that `ray up`, KubeRay or somebody by hand has started."""
+"""Joins an existing Ray cluster: one that `ray up`, KubeRay or somebody by hand has started."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ from asyncrl.errors import ConfigError
 
 @contextmanager
 def attached(address: str) -> Generator[None, None, None]:
-    """A Ray that is there already. Actors work in the driver's directory wherever their node has it, so that a relative
-    path in a setting means the same to all of them."""
+    """A connection to an existing cluster. Actors work in the driver's directory wherever their node has it, so that a
+    relative path in a setting means the same to all of them."""
     with auth.existing_ray(address):
         import ray
 
         try:
-            _knock(address)
+            _check_access(address)
             everywhere = {"worker_process_setup_hook": _entering(os.getcwd())}
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=everywhere)
         except ConnectionError as error:
@@ -42,16 +42,16 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _knock(address: str) -> None:
-    """Ask whether we are let in. `ray.init` would try for 20 s and then blame the network."""
+def _check_access(address: str) -> None:
+    """Check that our token is accepted. `ray.init` would try for 20 s and then blame the network."""
     from ray import _raylet, exceptions
     from ray._private import services
 
-    place = services.canonicalize_bootstrap_address(address)
-    if place is None or "//" in place:  # nothing was found, as Ray will say; or a Ray Client, which is another door
+    gcs = services.canonicalize_bootstrap_address(address)
+    if gcs is None or "//" in gcs:  # nothing was found, as Ray will say; or a Ray Client, which has another protocol
         return
-    auth.check_reachable(address, place)
+    auth.check_reachable(address, gcs)
     try:
-        cast(Any, _raylet).GcsClient(address=place)
+        cast(Any, _raylet).GcsClient(address=gcs)
     except exceptions.AuthenticationError:
         raise auth.refused(address) from None

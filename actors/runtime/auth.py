@@ -1,4 +1,4 @@
-"""Who may use a Ray. One of our own has a fresh token and listens on this machine only; for another we need its token.
+"""Access to Ray. One that we start has a fresh token and listens on this machine only; for others we need their token.
 
 By itself Ray keeps its token, sockets and logs where every user of the machine can reach them, and listens on every
 network. What is set here is read when ray is imported, so it is set before.
@@ -22,7 +22,7 @@ MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PAT
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for machines that are no cluster: its address is 127.0.0.1, and it listens there alone."""
 LONGEST = 22
-"""Characters of the place for it: a socket's name ends at 107, and what comes below takes 85 of them."""
+"""Characters of its parent directory: the path of a socket has at most 107, and what comes below takes 85 of them."""
 ANSWER_S = 5.0
 
 
@@ -52,7 +52,7 @@ def own_ray() -> Generator[Path, None, None]:
 
 @contextmanager
 def existing_ray(address: str) -> Generator[None, None, None]:
-    """Environment to join a Ray that is there, with its token. RAY_AUTH_MODE=disabled says that it has none."""
+    """Environment to join an existing Ray, with its token. RAY_AUTH_MODE=disabled says that it has none."""
     tighten(_default_token())
     if os.environ.get(MODE):
         yield
@@ -68,24 +68,24 @@ def existing_ray(address: str) -> Generator[None, None, None]:
 
 
 def ensure_token(path: Path) -> None:
-    """A token for a cluster to be, ours alone; one that is there stays."""
+    """Write a token for a new cluster, readable by us alone; an existing one stays."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
         _write_private(path, _fresh_token())
     tighten(path)
 
 
-def check_reachable(address: str, place: str) -> None:
+def check_reachable(address: str, gcs: str) -> None:
     """Raise ConfigError unless somebody listens there: Ray itself tries for a minute."""
-    host, _, port = place.rpartition(":")
+    host, _, port = gcs.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except OSError as error:
-        raise ConfigError(f"cluster={address}: no Ray answers at {place} ({error}); use cluster=local") from None
+        raise ConfigError(f"cluster={address}: no Ray answers at {gcs} ({error}); use cluster=local") from None
 
 
 def refused(address: str) -> ConfigError:
-    """What to do about a Ray that does not take our token."""
+    """The error for a Ray that rejects our token: what to do about it."""
     held = f"the one in {TOKEN}" if os.environ.get(TOKEN) else f"the one in {_token_path()}"
     ours = f"not {held}" if os.environ.get(MODE) == "token" else f"but {MODE}={os.environ.get(MODE)}"
     return ConfigError(

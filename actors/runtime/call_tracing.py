@@ -1,4 +1,4 @@
-"""Which calls of the driver are under way. A pipeline cannot tell a watched actor from another one."""
+"""Which calls of the driver are in progress. A pipeline cannot tell a traced actor from another one."""
 
 import time
 from collections import deque
@@ -6,22 +6,22 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
-from actors.runtime.spawn import Resources, Spawner, StandIn, itself
+from actors.runtime.spawn import ActorWrapper, Resources, Spawner, unwrap
 from asyncrl.observe.diagnosis.snapshot import Call
 from asyncrl.types import Ticket
 
 P = ParamSpec("P")
 T = TypeVar("T")
 REMEMBERED = 256
-"""CallTrace that came back."""
+"""Finished calls that are kept."""
 Ended = Callable[[str, str], None]
 
 
 class CallTrace:
-    """Written by the event loop, read by the watchdog's thread: every read copies in one go."""
+    """The calls in progress. Written by the event loop, read by the watchdog's thread: every read copies atomically."""
 
     def __init__(self, ended: Ended) -> None:
-        """`ended` is told the actor and the method of each call that came back with a result."""
+        """`ended` is called with the actor and the method of each call that returned a result."""
         self._ended = ended
         self._open: dict[object, tuple[str, str, float, tuple[Any, ...]]] = {}
         self.actors: dict[str, object] = {}
@@ -29,7 +29,7 @@ class CallTrace:
         self._returned: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=REMEMBERED)
 
     @contextmanager
-    def under_way(self, actor: str, method: str, args: tuple[Any, ...] = ()) -> Generator[None, None, None]:
+    def in_progress(self, actor: str, method: str, args: tuple[Any, ...] = ()) -> Generator[None, None, None]:
         key = object()
         self._open[key] = actor, method, time.monotonic(), args
         try:
@@ -50,7 +50,7 @@ class CallTrace:
         )
 
     def returned(self, group: int) -> str | None:
-        """Who said last that it is done with the group."""
+        """The actor whose call with the group returned last."""
         for actor, args in reversed(self._returned.copy()):
             if any(found == group for found, _ in _slots(args)):
                 return actor
@@ -66,8 +66,8 @@ def _slots(value: Any) -> Generator[tuple[int, int], None, None]:
             yield from _slots(item)
 
 
-class TracedActor(StandIn):
-    """An actor whose calls are taken down."""
+class TracedActor(ActorWrapper):
+    """An actor whose calls are traced."""
 
     def __init__(self, name: str, actor: object, calls: CallTrace) -> None:
         super().__init__(actor)
@@ -75,22 +75,22 @@ class TracedActor(StandIn):
         self._calls = calls
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return itself, (self.stands_for,)
+        return unwrap, (self.wrapped,)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
-        called = getattr(self.stands_for, method)
+        called = getattr(self.wrapped, method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            with self._calls.under_way(self._name, method, args):
+            with self._calls.in_progress(self._name, method, args):
                 return await called(*args, **kwargs)
 
         return call
 
 
 class TracingSpawner:
-    """Spawns watched actors."""
+    """Spawns traced actors."""
 
     def __init__(self, spawner: Spawner, calls: CallTrace) -> None:
         self._spawner = spawner
@@ -99,10 +99,10 @@ class TracingSpawner:
     async def spawn(
         self, name: str, resources: Resources, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        given = [itself(argument) for argument in args]
-        named = {key: itself(argument) for key, argument in kwargs.items()}
+        given = [unwrap(argument) for argument in args]
+        named = {key: unwrap(argument) for key, argument in kwargs.items()}
         make = cast(Callable[..., T], cls)
-        with self._calls.under_way(name, "spawn"):
+        with self._calls.in_progress(name, "spawn"):
             actor = await self._spawner.spawn(name, resources, make, *given, **named)
         self._calls.actors[name] = actor
         return cast(T, TracedActor(name, actor, self._calls))
@@ -111,8 +111,8 @@ class TracingSpawner:
         return await self._spawner.gang(each, members, timeout_s)
 
     def end(self, actor: object) -> None:
-        self._calls.actors = {name: each for name, each in self._calls.actors.items() if each is not itself(actor)}
-        self._spawner.end(itself(actor))
+        self._calls.actors = {name: each for name, each in self._calls.actors.items() if each is not unwrap(actor)}
+        self._spawner.end(unwrap(actor))
 
     def clear(self) -> None:
         self._calls.actors.clear()

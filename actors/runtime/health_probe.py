@@ -1,7 +1,7 @@
-"""Questions to actors from any thread of the driver, each with a deadline, also to those that hang.
+"""Health probes: functions that run inside actors, called from any thread of the driver, each with a deadline.
 
-An actor's event loop computes as well, and may hang. So each process has a second thread, `aside`, that answers
-meanwhile; an actor that does not answer there either is stopped, or stuck where no Python runs.
+An actor's event loop computes as well, and may hang. So each process has a second thread, `aside`, that answers probes
+meanwhile; an actor that does not answer there either is stopped, or stuck outside Python.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from asyncrl.errors import ActorError
 T = TypeVar("T")
 
 
-def ask(actors: Mapping[str, object], question: Callable[[Any], T], timeout_s: float) -> dict[str, T | ActorError]:
-    """What `question` finds in each actor, aside of its event loop; who has not answered in time is left out."""
-    here = {name: question(actor) for name, actor in actors.items() if not has_own_process(actor)}
+def probe(actors: Mapping[str, object], function: Callable[[Any], T], timeout_s: float) -> dict[str, T | ActorError]:
+    """What `function` returns inside each actor, beside its event loop; without those that do not answer in time."""
+    here = {name: function(actor) for name, actor in actors.items() if not has_own_process(actor)}
     there = {
-        name: handle_of(actor).__ray_call__.options(concurrency_group=ASIDE).remote(question)
+        name: handle_of(actor).__ray_call__.options(concurrency_group=ASIDE).remote(function)
         for name, actor in actors.items()
         if has_own_process(actor)
     }
@@ -36,7 +36,7 @@ def has_own_process(actor: object) -> bool:
 
 
 def kill(actor: object) -> None:
-    """End an actor for good, hung or stopped as it may be; nothing happens to one that has no process of its own."""
+    """End an actor for good, even if it hangs or is stopped; does nothing to one without a process of its own."""
     if has_own_process(actor):
         import ray
 
@@ -46,13 +46,13 @@ def kill(actor: object) -> None:
 def _nothing(_: object) -> None: ...
 
 
-def _answers(asked: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    if not asked:
+def _answers(pending: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    if not pending:
         return {}
     import ray
     from ray import exceptions
 
-    names = {answer: name for name, answer in asked.items()}
+    names = {answer: name for name, answer in pending.items()}
     done, _ = ray.wait(list(names), num_returns=len(names), timeout=timeout_s)
     found: dict[str, Any] = {}
     for answer in done:
@@ -60,6 +60,6 @@ def _answers(asked: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
             found[names[answer]] = ray.get(answer)
         except exceptions.RayActorError as error:
             found[names[answer]] = ActorError(str(error))
-        except exceptions.RayTaskError:  # it was asked at a bad moment
+        except exceptions.RayTaskError:  # the probe met a state in the middle of a change
             continue
     return found

@@ -3,7 +3,6 @@
 Ray puts `ray_` before each name. configs/grafana/asyncrl.json draws them.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from asyncrl.observe.trackers.base import Figures, Session, Tracker
@@ -18,17 +17,17 @@ GAUGES = {
     "sync_seconds": "Seconds from export to last acknowledgement of the last publication",
     "staleness_mean": "Mean age of the trained samples, in policy versions",
     "staleness_max": "Largest age of the trained samples, in policy versions",
-    "effective_staleness": "Bound on the age that places are given under",
+    "effective_staleness": "Staleness bound that groups are admitted under",
     "ess": "Effective sample size of the importance weights, 1 is on-policy",
     "mismatch_kl": "Mean of log mu - log pi per token",
     "grad_norm": "Norm of the gradient",
-    "length_mean": "Mean tokens of an answer",
-    "length_max": "Longest answer, in tokens",
+    "length_mean": "Mean tokens of a completion",
+    "length_max": "Longest completion, in tokens",
     "buffered": "Samples complete and not yet trained on",
-    "in_flight": "Samples being generated or judged",
-    "replicas": "Engines that answer",
-    "running": "Answers that the engines are generating",
-    "waiting": "Answers that wait in the engines",
+    "in_flight": "Samples being generated or scored",
+    "replicas": "Engines that serve",
+    "running": "Completions that the engines are generating",
+    "waiting": "Requests that wait in the engines",
     "version": "Newest policy version",
 }
 COUNTERS = {
@@ -39,10 +38,10 @@ SCORES = {"sampled": "Held-out accuracy, sampled", "greedy": "Held-out accuracy,
 TAGS = ("run", "project")
 
 
-def open(session: Session, say: Callable[[str], None]) -> Tracker:
-    """Says where Prometheus finds the run; the pages of a cluster's nodes stand in a file that Ray writes."""
+def open(session: Session) -> Tracker:
+    """Print where Prometheus finds the run; the endpoints of a cluster's nodes are in a file that Ray writes."""
     tracker = RayMetrics({"run": session.name, "project": session.project})
-    say(f"Prometheus finds this run at {_page()}")
+    session.say(f"Prometheus finds this run at {_page()}")
     return tracker
 
 
@@ -57,7 +56,7 @@ def _page() -> str:
 
 
 class RayMetrics:
-    """A tracker. What it is given last is what stands there."""
+    """A tracker: exports the latest values."""
 
     def __init__(self, tags: dict[str, str]) -> None:
         from ray.util import metrics
@@ -85,9 +84,9 @@ class RayMetrics:
         """Prometheus holds numbers only."""
 
     def close(self) -> None:
-        """What stands there ends with the driver."""
+        """The exported values end with the driver."""
 
 
 def exported(name: str) -> str:
-    """As Ray is told."""
+    """The name under which Ray registers a metric."""
     return f"asyncrl_{name}"

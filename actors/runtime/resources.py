@@ -1,4 +1,4 @@
-"""What an actor takes from the cluster and on which machine it may be, in Ray's terms."""
+"""The resources of an actor and the machines that it may run on, in Ray's terms."""
 
 import asyncio
 from typing import Any, Literal
@@ -23,11 +23,11 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     gang: tuple[Any, int] | None = None
     """A placement group and the number of a bundle in it; see `reserve`."""
     idle_priority: bool = False
-    """In a process of its own it gets only the time that nobody else wants."""
+    """Run at idle priority: only when no other process wants the CPU."""
     restarts: int = 0
-    """How often its process is made anew after it has died, with the state that it began with; -1: always."""
+    """How often its process is restarted after it has died, with its initial state; -1: always."""
     repeatable: bool = False
-    """CallTrace that were under way when it died are made again: right only for an actor without state."""
+    """Calls that were in progress when it died are made again: right only for an actor without state."""
 
     def of(self, demand: Demand) -> "Resources":
         """The same actor, with what the placement gives it."""
@@ -36,31 +36,33 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
 def options(resources: Resources) -> dict[str, Any]:
     """For `ray.remote(...).options`."""
-    found: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "num_cpus": resources.cpus,
         "num_gpus": resources.gpus,
         "max_restarts": resources.restarts,
         "max_task_retries": -1 if resources.repeatable else 0,
     }
     if resources.custom:
-        found["resources"] = resources.custom
+        chosen["resources"] = resources.custom
     if resources.gang is not None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group, bundle = resources.gang
-        found["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
+        chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
     elif resources.near != "anywhere":
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = ray.get_runtime_context().get_node_id()
-        found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=resources.near == "driver_if_possible")
-    return found
+        chosen["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+            here, soft=resources.near == "driver_if_possible"
+        )
+    return chosen
 
 
 async def reserve(each: Resources, members: int, timeout_s: float) -> tuple[Any, list[Resources]]:
     """One placement group for actors that are of use only together, packed onto as few machines as possible: either
-    all of them have their place within `timeout_s`, or none. Ray's group, and what each member is spawned with."""
+    all of them are placed within `timeout_s`, or none. Ray's group, and what each member is spawned with."""
     from ray.util import placement_group
 
     bundle = {"CPU": each.cpus, "GPU": each.gpus, **each.custom}

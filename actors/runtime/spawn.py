@@ -11,8 +11,9 @@ import os
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from math import ceil
-from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+import psutil
 
 from actors.runtime import auth
 from actors.runtime.attach import attached
@@ -24,23 +25,24 @@ from asyncrl.system.run_directory import OWNER_ONLY
 P = ParamSpec("P")
 T = TypeVar("T")
 ACTOR_CONCURRENCY = 100_000
-"""CallTrace one actor may have under way: each is a coroutine, and most of them only wait."""
+"""Calls that one actor may have in progress: each is a coroutine, and most of them only wait."""
 ASIDE = "aside"
 """A thread of each actor's process that answers while its event loop computes or hangs."""
-GARBAGE = (50_000, 20, 50)
-"""An actor holds thousands of answers under way, each of many objects and none of them garbage. With Python's own
-thresholds (700, 10, 10) to look at them again and again takes a third of a rollout actor's time."""
+GC_THRESHOLDS = (50_000, 20, 50)
+"""An actor holds thousands of unfinished completions, each of many objects and none of them garbage. With Python's own
+thresholds (700, 10, 10), scanning them again and again takes a third of a rollout actor's time."""
 
 
 class Spawner(Protocol):
-    """Where actors come from."""
+    """Creates actors, and ends them."""
 
     async def spawn(
         self, name: str, resources: Resources, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
 
     async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
-        """Places for actors that are of use only together, held until `clear`: what each is to be spawned with."""
+        """Reserve resources for actors that are of use only together, held until `clear`; one `Resources` to spawn each
+        with."""
         ...
 
     def end(self, actor: object) -> None:
@@ -69,7 +71,7 @@ class InProcess:
 
 
 class OnRay:
-    """Every actor is a Ray actor. Ray retries only what is repeatable: a retried call is applied twice when a reply is
+    """Every actor is a Ray actor. Ray retries only repeatable calls: a retried call is applied twice when a reply is
     lost."""
 
     def __init__(self) -> None:
@@ -82,18 +84,18 @@ class OnRay:
     ) -> T:
         import ray
 
-        known_as = f"{name}-{self._cleared}"  # a new one each time: Ray frees a dead actor's name some time later
+        ray_name = f"{name}-{self._cleared}"  # a new one each time: Ray frees a dead actor's name some time later
         remote = cast(Any, ray.remote)(concurrency_groups={ASIDE: 1})(cls).options(
-            name=known_as,
+            name=ray_name,
             max_concurrency=ACTOR_CONCURRENCY,
             **options(resources),
         )
         handle: Any = remote.remote(*args, **kwargs)
         self._handles.append(handle)
-        proxy = _Proxy(name, known_as, getattr(cls, "IDEMPOTENT", frozenset()), handle)
+        proxy = _Proxy(name, ray_name, getattr(cls, "IDEMPOTENT", frozenset()), handle)
         try:
-            await proxy.settle()
-        except asyncio.CancelledError:  # it has no place yet, and nobody waits for it any longer
+            await proxy.prepare()
+        except asyncio.CancelledError:  # it is not placed yet, and nobody waits for it any longer
             self.end(proxy)
             raise
         if resources.idle_priority:
@@ -101,9 +103,9 @@ class OnRay:
         return cast(T, proxy)
 
     async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
-        group, places = await reserve(each, members, timeout_s)
+        group, resources = await reserve(each, members, timeout_s)
         self._gangs.append(group)
-        return places
+        return resources
 
     def end(self, actor: object) -> None:
         import ray
@@ -124,27 +126,27 @@ class OnRay:
         self._cleared += 1
 
 
-class StandIn:
-    """Stands for an actor and adds something to its calls."""
+class ActorWrapper:
+    """Wraps an actor and adds something to its calls."""
 
     def __init__(self, actor: object) -> None:
-        self.stands_for = actor
+        self.wrapped = actor
 
 
-def itself(actor: object) -> object:
-    """The actor behind a stand-in, or the one that has none: what other actors are given."""
-    return actor.stands_for if isinstance(actor, StandIn) else actor
+def unwrap(actor: object) -> object:
+    """The actor inside a wrapper, or the actor if it has none: what is passed to other actors."""
+    return actor.wrapped if isinstance(actor, ActorWrapper) else actor
 
 
-async def settle(actor: object) -> None:
-    """To be called when the process of an actor was made anew."""
-    if isinstance(proxy := itself(actor), _Proxy):
-        await proxy.settle()
+async def prepare_process(actor: object) -> None:
+    """To be called when the process of an actor was restarted."""
+    if isinstance(proxy := unwrap(actor), _Proxy):
+        await proxy.prepare()
 
 
 def end_process(actor: object) -> bool:
-    """End the process of an actor that has become useless, for another to be made; False where it has none."""
-    if not isinstance(proxy := itself(actor), _Proxy):
+    """End the process of an actor so that Ray restarts it; False if it has no process of its own."""
+    if not isinstance(proxy := unwrap(actor), _Proxy):
         return False
     proxy.end_process()
     return True
@@ -152,60 +154,60 @@ def end_process(actor: object) -> bool:
 
 def handle_of(actor: object) -> Any:
     """Ray's handle of an actor that has a process of its own, else None."""
-    return proxy.handle() if isinstance(proxy := itself(actor), _Proxy) else None
+    return proxy.handle() if isinstance(proxy := unwrap(actor), _Proxy) else None
 
 
-def _settle(_: object) -> None:
-    """What the driver's process has done for itself. Ray puts the driver's directory on the worker's path, where a
+def _prepare_process(_: object) -> None:
+    """Set up an actor's process as the driver's. Ray puts the driver's directory on the worker's path, where a
     foreign `actors/` folder would win; and the worker may be on another machine."""
     install_guard.check()
     minimum_versions.check()
     os.umask(OWNER_ONLY)
     gc.freeze()  # what is imported stays
-    gc.set_threshold(*GARBAGE)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _lower_priority(_: object) -> None:
-    """Linux schedules threads, and this one is not the one that computes. An idle thread gives way at once, where a
-    nice one may use up its time slice."""
+    """Of all threads of this process: Linux schedules threads, and this one is not the one that computes. A thread of
+    idle priority yields at once, where a nice one may use up its time slice."""
     if not hasattr(os, "SCHED_IDLE"):  # macOS
         os.setpriority(os.PRIO_PROCESS, 0, 19)
         return
-    for task in Path("/proc/self/task").iterdir():
-        os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+    for thread in psutil.Process().threads():
+        os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
 
 
 class _Proxy:
-    """Stands for an actor in another process. It travels to other actors by name: Ray warns of handles among the
-    arguments of an actor that can be made anew."""
+    """Stands for an actor in another process. It is sent to other actors by name: Ray warns of handles among the
+    arguments of an actor that can be restarted."""
 
-    def __init__(self, name: str, known_as: str, idempotent: frozenset[str], handle: Any = None) -> None:
-        """`known_as` to Ray. `idempotent` methods are called again when a reply is lost; they may have been served."""
+    def __init__(self, name: str, ray_name: str, idempotent: frozenset[str], handle: Any = None) -> None:
+        """`ray_name` to Ray. `idempotent` methods are called again when a reply is lost; they may have been served."""
         self._name = name
-        self._known_as = known_as
+        self._ray_name = ray_name
         self._idempotent = idempotent
-        self._found = handle
+        self._handle = handle
 
     def __reduce__(self) -> tuple[type["_Proxy"], tuple[str, str, frozenset[str]]]:
-        return _Proxy, (self._name, self._known_as, self._idempotent)
+        return _Proxy, (self._name, self._ray_name, self._idempotent)
 
     def handle(self) -> Any:
-        if self._found is None:
+        if self._handle is None:
             import ray
 
             try:
-                self._found = ray.get_actor(self._known_as)
+                self._handle = ray.get_actor(self._ray_name)
             except ValueError:
                 raise self._dead("as nobody of its name is left") from None
-        return self._found
+        return self._handle
 
     def end_process(self) -> None:
         import ray
 
         ray.kill(self.handle(), no_restart=False)
 
-    async def settle(self) -> None:
-        await self.run(_settle)
+    async def prepare(self) -> None:
+        await self.run(_prepare_process)
 
     async def run(self, function: Callable[[object], None]) -> None:
         """In the actor's process."""
@@ -250,12 +252,12 @@ def cluster(address: str, *, cpus: float) -> Generator[Spawner, None, None]:
         yield InProcess()
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a notice about GPU visibility
-    with _own(cpus) if address == "local" else attached(address):
+    with _local_ray(cpus) if address == "local" else attached(address):
         yield OnRay()
 
 
 @contextmanager
-def _own(cpus: float) -> Generator[None, None, None]:
+def _local_ray(cpus: float) -> Generator[None, None, None]:
     os.environ.setdefault("RAY_worker_niceness", "0")  # on a machine of our own the actors are the work
     with auth.own_ray() as directory:
         import ray  # not earlier: it reads its environment once

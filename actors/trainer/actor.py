@@ -12,18 +12,16 @@ from actors.buffer import BufferActor
 from actors.drafter.actor import DrafterActor
 from actors.drafter.hidden_stream import HiddenStream
 from asyncrl.config import Run
-from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
 from asyncrl.config.precision import gathered_in
 from asyncrl.data.arrow import decode
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.idle_gate import BusyFlag
-from asyncrl.engines.registry import on_gpu, takes_adapters
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.system.devices import give_way
 from asyncrl.training import checkpoint
-from asyncrl.training.device import rank_device
+from asyncrl.training.device import engines_merge_adapters, engines_on_gpu, rank_device
 from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.export import likeliest
 from asyncrl.training.guardrails import Guardrails
@@ -33,7 +31,8 @@ from asyncrl.training.report import StepReport
 from asyncrl.types import Delivery, Group, Probe, SendOrder, Trajectory, WeightManifest
 from asyncrl.weights import probe
 from asyncrl.weights.gather import Follower, Source
-from asyncrl.weights.transports.registry import Writer, make_writer
+from asyncrl.weights.transports.base import Writer
+from asyncrl.weights.transports.registry import make_writer
 
 
 class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +85,7 @@ class TrainerActor:
         weights = self._run.weights
         if self._learner.ranks.rank > 0:
             return Follower(self._source())
-        same_card = self._learner.device.type == "cuda" and on_gpu(self._run)
+        same_card = self._learner.device.type == "cuda" and engines_on_gpu(self._run)
         best = "cuda_ipc" if same_card else "shared_memory"
         return make_writer(
             self._source(),
@@ -98,14 +97,14 @@ class TrainerActor:
         )
 
     def _tap_hidden(self, drafter: DrafterActor) -> HiddenStream:
-        settings = self._run.drafter
-        assert isinstance(settings, EagleDrafter | Eagle3Drafter)
+        settings = self._run.drafter.head
+        assert settings is not None
         taps = read_head_config(Path(settings.path), self._learner.model_config).taps
         self._learner.hidden = HiddenTap(settings.training, taps, self._run.seed)
         return HiddenStream(drafter, settings.training.tokens_per_source)
 
     def _at_work(self) -> AbstractContextManager[None]:
-        """A drafter that trains in idle time stops for as long as this lasts."""
+        """A drafter that trains in idle time pauses meanwhile."""
         return self._busy.set() if self._busy is not None else nullcontext()
 
     def _send_hidden(self) -> None:
@@ -115,7 +114,7 @@ class TrainerActor:
     def _source(self) -> Source:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""
         narrow = gathered_in(self._run, quantizes=self._fp8.quantizes) == "bf16"
-        only = bool(self._run.trainer.lora.rank) and takes_adapters(self._run)
+        only = bool(self._run.trainer.lora.rank) and engines_merge_adapters(self._run)
         inner = self._learner.source(torch.bfloat16 if narrow else torch.float32, adapters_only=only)
         return self._fp8.travelling(inner)
 
@@ -161,7 +160,7 @@ class TrainerActor:
         return report
 
     async def export_weights(self, order: SendOrder) -> WeightManifest:
-        """Put the current weights where the order's members can get them, with what to probe them by."""
+        """Send the current weights to the members of the order, with the probe for them."""
         with self._activity.doing(f"putting version {self._learner.version} out"):
             in_fp8 = None if self._guardrails.fell_back else self._fp8.of(self._learner.computing)
             manifest = self._writer.publish(self._learner.version, order)
@@ -191,8 +190,8 @@ class TrainerActor:
 
 
 def _join(run: Run, seat: RankSeat) -> Ranks:
-    """Returns when all ranks are there."""
-    from asyncrl.training.distributed.fsdp import FsdpRanks  # seconds, which a trainer that is alone does not spend
+    """Returns when all ranks have joined."""
+    from asyncrl.training.distributed.fsdp import FsdpRanks  # takes seconds, which a single rank does not need
 
     return FsdpRanks(seat, rank_device(run.trainer.device, seat.rank))
 

@@ -15,9 +15,9 @@ from typing import TypeVar, cast
 
 from actors.buffer import BufferActor
 from actors.drafter.actor import DrafterActor
-from actors.runtime.background import notice
+from actors.runtime.background import retrieve_exception
 from actors.runtime.resources import Resources, own_address
-from actors.runtime.spawn import Spawner, StandIn, itself
+from actors.runtime.spawn import ActorWrapper, Spawner, unwrap
 from actors.trainer.actor import Accumulated, TrainerActor
 from asyncrl.config import Run
 from asyncrl.errors import ActorError
@@ -52,7 +52,7 @@ async def start(
     *,
     timeout_s: float,
 ) -> TrainerActor:
-    """`trainer.ranks` processes that have met, or the one. `timeout_s` is their longest wait for one another."""
+    """`trainer.ranks` processes that have joined, or one. `timeout_s` is their longest wait for one another."""
     world = run.trainer.ranks
     if world == 1:
         return await spawner.spawn("trainer", each, TrainerActor, run, model_path, checkpoints, buffer, drafter, busy)
@@ -79,9 +79,9 @@ async def start(
     return cast(TrainerActor, TrainerGroup([task.result() for task in starting], rendezvous))
 
 
-class TrainerGroup(StandIn):
+class TrainerGroup(ActorWrapper):
     def __init__(self, ranks: Sequence[TrainerActor], rendezvous: Rendezvous) -> None:
-        super().__init__(itself(ranks[0]))
+        super().__init__(unwrap(ranks[0]))
         self.ranks = ranks
         self._meeting = rendezvous
         self._turn = asyncio.Lock()
@@ -108,7 +108,7 @@ class TrainerGroup(StandIn):
     async def _all(self, call: Callable[[TrainerActor], Awaitable[T]]) -> T:
         """A caller that is cancelled does not end the call: the ranks are in it, and the next has to wait."""
         task = asyncio.create_task(self._in_turn(call))
-        task.add_done_callback(notice)
+        task.add_done_callback(retrieve_exception)
         return await asyncio.shield(task)
 
     async def _in_turn(self, call: Callable[[TrainerActor], Awaitable[T]]) -> T:
@@ -122,7 +122,7 @@ class TrainerGroup(StandIn):
             return calls[0].result()
 
     async def _cause(self, calls: Sequence[asyncio.Future[T]]) -> BaseException:
-        """A rank that has died, also where another one has seen first that a connection was closed."""
+        """The rank that died, also if another one noticed the closed connection first."""
         done, waiting = await asyncio.wait(calls, timeout=NOTICE_S)
         errors = [error for each in done if (error := each.exception()) is not None]
         for each in waiting:

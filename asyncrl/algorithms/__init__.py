@@ -1,0 +1,1 @@
+"""Losses, advantages and off-policy corrections, each chosen by name through `registry`."""

@@ -1,16 +1,77 @@
-"""Advantages from rewards. Axis suffixes: G samples of a group, L tokens of a sample or of a packed batch."""
+"""Advantages from rewards.
+
+    normalized           A_i = (R_i - mean(R)) / std(R) over the group         DAPO
+    centered             A_i = R_i - mean(R): no division, so no bias by it    Dr.GRPO
+    relative_to_group    either of them, as `normalize_std` says               GRPO, GSPO, CISPO
+    against_the_others   A_i = R_i - mean of the other rewards of the group    RLOO
+    over_the_step        A   = (R - mean) / std over every sample of the step  REINFORCE++
+    rewards_alone        what they are worth per token is found later          PPO, with `gae` and a critic
+
+The first part is what registry.py chooses from: functions of the settings and of the rewards of some groups. Below are
+the formulas that they are made of, and those of single tokens, which `asyncrl.training.advantages` uses. R includes the
+overlong penalty. Axis suffixes: G samples of a group, L tokens of a sample or of a packed batch.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import Overlong
+from asyncrl.config.algorithm import AlgorithmBase, Cispo, CustomAlgorithm, Grpo, Gspo, Overlong, ReinforcePp
+from asyncrl.errors import ConfigError
+from asyncrl.system.user_functions import load_function
 
 Rewards = npt.NDArray[np.float64]
 EPSILON = 1e-6
+
+
+def relative_to_group(settings: Grpo | Gspo | Cispo | CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return [group_relative(reward_G, normalize_std=settings.normalize_std) for reward_G in rewards]
+
+
+def normalized(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return [group_relative(reward_G, normalize_std=True) for reward_G in rewards]
+
+
+def centered(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return [group_relative(reward_G, normalize_std=False) for reward_G in rewards]
+
+
+def against_the_others(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return [leave_one_out(reward_G) for reward_G in rewards]
+
+
+def over_the_step(settings: ReinforcePp, rewards: Sequence[Rewards]) -> list[Rewards]:
+    """With a KL penalty in the reward, A_t = sum_{k >= t} (R [k is last] - beta kl_k), then (A - mean) / std over the
+    step: so the rewards themselves are given here, and `asyncrl.training.advantages` finds the rest per token."""
+    if settings.kl.coefficient and settings.kl.placement == "reward":
+        return centered(settings, rewards) if settings.group_baseline else list(rewards)
+    return step_relative(rewards, group_baseline=settings.group_baseline)
+
+
+def rewards_alone(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return list(rewards)
+
+
+def custom(settings: CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards]:
+    """The user's own, or group-relative ones."""
+    if not settings.advantages:
+        return relative_to_group(settings, rewards)
+    own = load_function(settings.advantages, "algorithm.advantages")
+    return [_checked(own(reward_G), reward_G, settings.advantages) for reward_G in rewards]
+
+
+def _checked(given: Any, reward_G: Rewards, location: str) -> Rewards:
+    advantage_G = np.asarray(given, dtype=reward_G.dtype)
+    if advantage_G.shape != reward_G.shape or not np.isfinite(advantage_G).all():
+        raise ConfigError(
+            f"algorithm.advantages={location} returned {given!r:.200} for {len(reward_G)} rewards; return one finite "
+            "number for each"
+        )
+    return advantage_G
 
 
 def group_relative(reward_G: Rewards, *, normalize_std: bool) -> Rewards:

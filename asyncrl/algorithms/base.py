@@ -67,10 +67,3 @@ class Loss:
     loss_L: Tensor
     sums: dict[str, float | Tensor] = field(default_factory=dict[str, "float | Tensor"])
     """Counts for the metrics, added up over the step; numbers on a GPU may stay there."""
-
-
-def clipped_loss(ratio_L: Tensor, advantage_L: Tensor, low: float, high: float) -> Loss:
-    """- min(r A, clip(r, 1 - low, 1 + high) A), the part that PPO and its descendants share."""
-    plain_L = ratio_L * advantage_L
-    clipped_L = ratio_L.clamp(1 - low, 1 + high) * advantage_L
-    return Loss(-plain_L.minimum(clipped_L), {"clipped": (clipped_L < plain_L).sum()})

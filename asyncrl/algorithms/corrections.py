@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Samples
-from asyncrl.config.algorithm import Correction, CustomCorrection, Importance, Reject
+from asyncrl.config.algorithm import CorrectionBase, CustomCorrection, Importance, Reject
 from asyncrl.system.user_functions import load_function
 
 LOG_RATIO_BOUND = 20.0
@@ -48,12 +48,17 @@ def log_ratio(logp_L: Tensor, behaviour_logp_L: Tensor) -> Tensor:
     return (logp_L.detach() - behaviour_logp_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def correct(settings: Correction, logp_L: Tensor, behaviour_logp_L: Tensor, samples: Samples) -> Corrected:
+def custom(settings: CustomCorrection, logp_L: Tensor, behaviour_logp_L: Tensor, samples: Samples) -> Corrected:
+    """The user's own weights; the algorithm's ratio is taken against the trainer's policy."""
     log_rho_L = log_ratio(logp_L, behaviour_logp_L)
-    if isinstance(settings, CustomCorrection):
-        weight_L = load_function(settings.function, "correction.function")(log_rho_L, samples)
-        truncated_L = torch.zeros_like(weight_L, dtype=torch.bool)
-        return Corrected(log_rho_L, logp_L.detach(), weight_L, weight_L != 0, truncated_L)
+    weight_L = load_function(settings.function, "correction.function")(log_rho_L, samples)
+    truncated_L = torch.zeros_like(weight_L, dtype=torch.bool)
+    return Corrected(log_rho_L, logp_L.detach(), weight_L, weight_L != 0, truncated_L)
+
+
+def importance(settings: Importance, logp_L: Tensor, behaviour_logp_L: Tensor, samples: Samples) -> Corrected:
+    """Weights, rejection and the proximal policy, as the settings put them together."""
+    log_rho_L = log_ratio(logp_L, behaviour_logp_L)
     proximal_logp_L, log_weight_L = _split(settings, logp_L.detach(), behaviour_logp_L, log_rho_L, samples)
     weight_L, truncated_L = _weights(settings, log_weight_L, samples)
     kept_L = _kept(settings, log_rho_L, samples)
@@ -73,8 +78,8 @@ class Caution:
     of a step whose tokens are all of the trainer's own version.
     """
 
-    def __init__(self, settings: Correction) -> None:
-        self._limit = settings.max_drift if isinstance(settings, Importance) else 0.0
+    def __init__(self, settings: CorrectionBase) -> None:
+        self._limit = settings.drift_limit
         self.least = math.inf
         """So far; a checkpoint keeps it."""
 

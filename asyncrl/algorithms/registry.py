@@ -1,19 +1,39 @@
-"""Every algorithm by the name that configs use. A new one is a file with `advantages` and `loss`, and a line here."""
+"""Every algorithm and correction, by its settings: the one place where they are chosen.
+
+A new one is its settings in `asyncrl.config.algorithm`, a function (in losses.py, advantages.py or corrections.py, or
+in a file of its own), and a line here.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+from torch import Tensor
 
-from asyncrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
-from asyncrl.algorithms.advantages import Rewards, group_relative
-from asyncrl.algorithms.base import Loss, Tokens
-from asyncrl.config.algorithm import Algorithm, CustomAlgorithm
-from asyncrl.errors import ConfigError
+from asyncrl.algorithms import advantages, corrections, losses
+from asyncrl.algorithms.advantages import Rewards
+from asyncrl.algorithms.base import Loss, Samples, Tokens
+from asyncrl.algorithms.corrections import Corrected
+from asyncrl.config.algorithm import (
+    AlgorithmBase,
+    Cispo,
+    CorrectionBase,
+    CustomAlgorithm,
+    CustomCorrection,
+    Dapo,
+    DrGrpo,
+    Grpo,
+    Gspo,
+    Importance,
+    Ppo,
+    ReinforcePp,
+    Rloo,
+)
 from asyncrl.system.user_functions import load_function
 
 
 class Entry(NamedTuple):
+    """Both functions are called with the settings first."""
+
     advantages: Callable[[Any, Sequence[Rewards]], list[Rewards]]
     """Of each group, from its rewards; called with one group after the other, or with the whole step."""
     loss: Callable[[Any, Tokens], Loss]
@@ -21,42 +41,30 @@ class Entry(NamedTuple):
     """Whether advantages depend on every sample of the step, so that no work can begin before it is complete."""
 
 
-REGISTRY = {
-    "grpo": Entry(grpo.advantages, grpo.loss),
-    "dr_grpo": Entry(dr_grpo.advantages, dr_grpo.loss),
-    "dapo": Entry(dapo.advantages, dapo.loss),
-    "rloo": Entry(rloo.advantages, rloo.loss),
-    "reinforce_pp": Entry(reinforce_pp.advantages, reinforce_pp.loss, whole_step=True),
-    "ppo": Entry(ppo.advantages, ppo.loss, whole_step=True),
-    "gspo": Entry(gspo.advantages, gspo.loss),
-    "cispo": Entry(cispo.advantages, cispo.loss),
+ALGORITHMS: dict[type[AlgorithmBase], Entry] = {
+    Grpo: Entry(advantages.relative_to_group, losses.clipped),
+    DrGrpo: Entry(advantages.centered, losses.clipped),
+    Dapo: Entry(advantages.normalized, losses.clipped),
+    Rloo: Entry(advantages.against_the_others, losses.plain),
+    ReinforcePp: Entry(advantages.over_the_step, losses.clipped, whole_step=True),
+    Ppo: Entry(advantages.rewards_alone, losses.clipped, whole_step=True),
+    Gspo: Entry(advantages.relative_to_group, losses.sequence_clipped),
+    Cispo: Entry(advantages.relative_to_group, losses.capped),
+    CustomAlgorithm: Entry(advantages.custom, losses.custom),
 }
+CORRECTIONS: dict[type[CorrectionBase], Callable[[Any, Tensor, Tensor, Samples], Corrected]] = {
+    Importance: corrections.importance,
+    CustomCorrection: corrections.custom,
+}
+"""Each is called with its settings, log pi, log mu and the samples."""
 
 
-def entry(settings: Algorithm) -> Entry:
-    return _custom(settings) if isinstance(settings, CustomAlgorithm) else REGISTRY[str(settings.__struct_config__.tag)]
+def entry(settings: AlgorithmBase) -> Entry:
+    """ConfigError if a function of the user's cannot be loaded."""
+    for field, location in settings.functions:
+        load_function(location, field)
+    return ALGORITHMS[type(settings)]
 
 
-def _custom(settings: CustomAlgorithm) -> Entry:
-    function = load_function(settings.function, "algorithm.function")
-
-    def advantages(_: CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards]:
-        if settings.advantages:
-            own = load_function(settings.advantages, "algorithm.advantages")
-            return [_own(own(reward_G), reward_G, settings.advantages) for reward_G in rewards]
-        return [group_relative(reward_G, normalize_std=settings.normalize_std) for reward_G in rewards]
-
-    def loss(_: CustomAlgorithm, tokens: Tokens) -> Loss:
-        return Loss(function(tokens))
-
-    return Entry(advantages, loss)
-
-
-def _own(given: Any, reward_G: Rewards, location: str) -> Rewards:
-    advantage_G = np.asarray(given, dtype=reward_G.dtype)
-    if advantage_G.shape != reward_G.shape or not np.isfinite(advantage_G).all():
-        raise ConfigError(
-            f"algorithm.advantages={location} returned {given!r:.200} for {len(reward_G)} rewards; return one finite "
-            "number for each"
-        )
-    return advantage_G
+def correct(settings: CorrectionBase, logp_L: Tensor, behaviour_logp_L: Tensor, samples: Samples) -> Corrected:
+    return CORRECTIONS[type(settings)](settings, logp_L, behaviour_logp_L, samples)

@@ -1,27 +1,31 @@
 """The ledger of a run: who may generate, what may be trained on, and where every slot is. Pure: no files, no clock.
 
-Vocabulary. P groups make a step. `step` is the one being assembled; it trains on the weights of version `step`.
-`version <= step` is what engines serve. `taken` groups of the step are delivered. A group admitted at version v under
-the bound k *expires* at step v + k, or with the group before it if that is later: it must be trained at that step or
-before. k may change between admissions and is at most K, the staleness bound of the run; so is every expiry - v.
+`LedgerRules` are the constants, `Ledger` folds the events of `journal` into the state and decides from it.
 
-Staleness, by slots and expiry. Let places(d) = (d - step + 1) * P - taken, the deliveries that are still possible up
-to step d, and due(d) the waiting groups that expire at d or before. The invariant is
+Definitions. P groups make a step. `step` is the step being assembled; it trains the weights of version `step`. Engines
+serve `version <= step`. `taken` groups of the step are delivered. A group waits from its admission until it is
+delivered or dropped. A group admitted at version v under the staleness bound k *expires* at step v + k, or with the
+group before it if that is later: it must be trained at that step or before. k may change between admissions and is at
+most K, the staleness bound of the run; so is every expiry - v.
 
-    due(d) <= places(d)    for every d >= step                                                              (I)
+Proof that staleness never exceeds K. Let capacity(d) = (d - step + 1) * P - taken, the groups that can still be
+delivered up to step d, and due(d) the number of waiting groups that expire at d or before. The invariant is
+
+    due(d) <= capacity(d)    for every d >= step                                                            (I)
 
 - Admission adds a group of the latest expiry e >= version + k, so only d >= e changes, and there due(d) is the number
-  of all waiting groups. It is granted iff waiting + 1 <= places(version + k) <= places(e), which keeps (I).
-- Delivery of a group of expiry e takes one from places(d) everywhere, and one from due(d) for d >= e. It is granted
-  iff due(d) <= places(d) - 1 for each d in [step, e - 1], which keeps (I).
-- Commit happens at taken = P: step + 1 with taken = 0 leaves places(d) as it was. Drops only lower due(d).
+  of all waiting groups. It is granted iff waiting + 1 <= capacity(version + k) <= capacity(e), which keeps (I).
+- Delivery of a group of expiry e takes one from capacity(d) everywhere, and one from due(d) for d >= e. It is granted
+  iff due(d) <= capacity(d) - 1 for each d in [step, e - 1], which keeps (I).
+- Commit happens at taken = P: step + 1 with taken = 0 leaves capacity(d) as it was. Drops only lower due(d).
 
-At the end of step s, places(s) = 0, hence due(s) = 0: every group that expires at s has been trained or dropped. So
+At the end of step s, capacity(s) = 0, hence due(s) = 0: every group that expires at s has been trained or dropped. So
 no group is trained after its expiry; no token of it is older than v; staleness never exceeds K. With k = 0 a group is
 admitted only for the step of its own version: synchronous. Inside these limits groups are delivered in any order, so
-a straggler is passed as long as everybody can still be trained in time, and holds a place only in its last step,
-until it completes or its deadline drops it. There is no deadlock: while version + k >= step, either P - taken groups
-wait, or one more is admitted. `max_ready` admits later than that, never while fewer than P groups wait.
+a straggler is overtaken as long as every group can still be trained in time, and capacity is reserved for it only in
+its last step, until it completes or its deadline drops it. There is no deadlock: while version + k >= step, either
+P - taken groups wait, or one more is admitted. `max_ready` admits later than that, never while fewer than P groups
+wait.
 """
 
 from collections import Counter
@@ -43,13 +47,14 @@ from asyncrl.buffer.journal import (
     Renewed,
     Stored,
 )
+from asyncrl.drop_reasons import DropReason
 from asyncrl.types import BufferStatus, LedgerCounts, Slot
 
-# The words of the ledger: what it is told once, what it keeps of a group, and what it answers.
+NEVER = float("inf")
 
 
 class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants of the arithmetic."""
+    """The constants of the arithmetic, set once."""
 
     group_size: int
     groups_per_step: int
@@ -57,13 +62,13 @@ class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
     group_timeout_s: float
     max_bytes: int
     sample_bytes: int
-    """First guess of the size of a sample; the largest seen replaces it when it is larger."""
+    """First estimate of the size of a sample; replaced by the largest stored one when that is larger."""
     total_steps: int | None = None
-    """The run ends after this many, so nothing is admitted that they cannot take; None has no end."""
+    """Steps of the run: nothing is admitted that they cannot train on; None for a run without an end."""
     max_ready: int = 0
-    """Nothing is admitted while so many groups are complete or just begun: a step's worth or more; 0 for no limit."""
+    """Nothing is admitted while this many groups are complete or just begun: at least one step's; 0 for no limit."""
     drop_uninformative: bool = False
-    """End a group whose samples all earned the same reward: its advantages would be zero."""
+    """Drop a group whose samples all earned the same reward: its advantages would be zero."""
 
     @property
     def begun(self) -> Begun:
@@ -71,7 +76,7 @@ class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdmittedGroup(msgspec.Struct):
-    """A group between admission and its end."""
+    """A group that waits, or that the trainer holds until the commit."""
 
     version: int
     expiry: int
@@ -82,7 +87,7 @@ class AdmittedGroup(msgspec.Struct):
 
     @property
     def uninformative(self) -> bool:
-        """No sample was better than another; asked of complete groups."""
+        """No sample was better than another; meaningful for complete groups."""
         return len({stored.reward for stored in self.samples.values()}) == 1
 
 
@@ -95,20 +100,16 @@ class Refusal(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a take would do: drop these for age, deliver those."""
+    """What a take would do: drop the stale groups, deliver the others."""
 
     stale: tuple[int, ...]
     groups: tuple[int, ...]
     reserved: bool
-    """Further complete groups must wait, because the places left belong to groups that expire before them."""
-
-
-INCOMPLETE, UNINFORMATIVE = "group_incomplete", "uninformative"
-NEVER = float("inf")
+    """Further complete groups must wait: the remaining capacity is reserved for groups that expire before them."""
 
 
 class Ledger:
-    """State and decisions. A decision never changes the state; `apply` does, and nothing else does."""
+    """State and decisions. Only `apply` changes the state; a decision never does."""
 
     def __init__(self, rules: LedgerRules) -> None:
         self.rules = rules
@@ -116,7 +117,7 @@ class Ledger:
         self.version = 0
         self.next_group = 0
         self.bytes = 0
-        """Held by stored samples and set aside for missing ones, of all groups not yet consumed."""
+        """Held by stored samples and reserved for missing ones, of all groups not yet consumed."""
         self.waste: Counter[str] = Counter()
         self.waiting: dict[int, AdmittedGroup] = {}
         """Groups not yet delivered, in order of admission."""
@@ -131,10 +132,12 @@ class Ledger:
         self._dropped: dict[int, Dropped] = {}
         self._late: set[Slot] = set()
         self._due: Counter[int] = Counter()
-        self._first_due: int | None = None  # remembered by `next_deadline`
+        self._first_due: int | None = None  # cached by `next_deadline`
         self._sample_bytes = rules.sample_bytes
         self._in_flight = self._buffered = self._consumed = 0
         self._drops: Counter[str] = Counter()
+
+    # -- views ---------------------------------------------------------------------------------------------------
 
     def counts(self) -> LedgerCounts:
         return LedgerCounts(
@@ -160,8 +163,8 @@ class Ledger:
             refusal=refusal,
         )
 
-    def places(self, step: int) -> int:
-        """Deliveries still possible up to and including `step`."""
+    def capacity(self, step: int) -> int:
+        """Groups that can still be delivered up to and including `step`."""
         return (step - self.step + 1) * self.rules.groups_per_step - len(self.delivered)
 
     def missing(self, group: int) -> tuple[int, ...]:
@@ -181,74 +184,81 @@ class Ledger:
         due = 0
         for expiry in sorted(self._due):
             due += self._due[expiry]
-            if due > self.places(expiry):
+            if due > self.capacity(expiry):
                 return False
         return True
 
+    # -- decisions -----------------------------------------------------------------------------------------------
+
     def admission(self, now: float) -> Admitted | Refusal:
         last, total = self.version + self.bound, self.rules.total_steps
-        places = self.places(last if total is None else min(last, total - 1))
-        if len(self.waiting) >= places:
+        capacity = self.capacity(last if total is None else min(last, total - 1))
+        if len(self.waiting) >= capacity:
             unpublished = f", version {self.step} is not published" if self.version < self.step else ""
             return Refusal(f"staleness: {len(self.waiting)} groups wait to be trained{unpublished}")
         if 0 < self.rules.max_ready <= (ready := self._soon_ready()):
             return Refusal(f"freshness: {ready} groups are complete or just begun, flow.max_ready_groups as well")
         need, limit = self.rules.group_size * self._sample_bytes, self.rules.max_bytes
         if self.bytes + need > limit:
-            return Refusal(f"memory: {self.bytes} of {limit} bytes are held or promised, a group needs {need}", need)
+            return Refusal(f"memory: {self.bytes} of {limit} bytes are held or reserved, a group needs {need}", need)
         return Admitted(self.next_group, self.version, now + self.rules.group_timeout_s, self._sample_bytes)
 
     def status(self, slot: Slot) -> Literal["stored", "duplicate", "dropped"]:
-        """What an append to `slot` would be answered."""
+        """What an append to `slot` would lead to."""
         if not (0 <= slot.group < self.next_group and 0 <= slot.sample < self.rules.group_size):
-            raise ValueError(f"slot {slot} was never leased: {self.next_group} groups of {self.rules.group_size} were")
+            raise ValueError(
+                f"no ticket was issued for {slot}: {self.next_group} groups of {self.rules.group_size} were admitted"
+            )
         if slot.group in self._dropped:
             return "dropped"
-        lease = self.waiting.get(slot.group)
-        return "duplicate" if lease is None or slot.sample in lease.samples else "stored"
+        group = self.waiting.get(slot.group)
+        return "duplicate" if group is None or slot.sample in group.samples else "stored"
 
     def late(self, slot: Slot, tokens: int) -> Late | None:
-        """The record of a sample that came after its group's end, once."""
+        """The record of a sample that arrived after its group was dropped; None for the second time."""
         return None if slot in self._late else Late(slot.group, slot.sample, tokens)
 
     def overdue(self, now: float) -> list[Dropped]:
-        if now < self.next_deadline:  # asked after every append: all groups are looked at only when there is a reason
+        """Incomplete groups past their deadline."""
+        if now < self.next_deadline:  # called after every append: groups are searched only when one is due
             return []
         return [
-            Dropped(group, "timeout")
-            for group, lease in self.waiting.items()
-            if lease.deadline <= now and not self.complete(group)
+            Dropped(group, DropReason.TIMEOUT)
+            for group, admitted in self.waiting.items()
+            if admitted.deadline <= now and not self.complete(group)
         ]
 
     def uninformative(self) -> list[Dropped]:
-        """Complete groups that there is nothing to learn from, where the rules say that those end."""
-        return [Dropped(group, UNINFORMATIVE) for group in sorted(self._uninformative)]
+        """Complete groups without a learning signal, where the rules drop them."""
+        return [Dropped(group, DropReason.UNINFORMATIVE) for group in sorted(self._uninformative)]
 
     @property
     def next_deadline(self) -> float:
-        """Of the incomplete groups; the one that it is of is remembered, as the same is asked again and again."""
+        """The first deadline of the incomplete groups; the group is cached: this is called after every append."""
         if self._first_due is None or self._first_due not in self.waiting or self.complete(self._first_due):
             incomplete = (group for group in self.waiting if not self.complete(group))
             self._first_due = min(incomplete, key=lambda group: self.waiting[group].deadline, default=None)
         return NEVER if self._first_due is None else self.waiting[self._first_due].deadline
 
     def choice(self, limit: int) -> Choice:
-        """The oldest complete groups, at most `limit`, that leave everybody else trainable in time."""
+        """The oldest complete groups, at most `limit`, that leave all others trainable in time."""
         stale, chosen, due = list[int](), list[int](), self._due.copy()
-        places, size = min(limit, self.places(self.step)), self.rules.group_size
-        for group, lease in self.waiting.items():
-            if len(chosen) >= places:
+        limit, size = min(limit, self.capacity(self.step)), self.rules.group_size
+        for group, admitted in self.waiting.items():
+            if len(chosen) >= limit:
                 break
-            if len(lease.samples) < size:
+            if len(admitted.samples) < size:
                 continue
-            if self.step - min(sample.oldest for sample in lease.samples.values()) > self.rules.max_staleness:
+            if self.step - min(sample.oldest for sample in admitted.samples.values()) > self.rules.max_staleness:
                 stale.append(group)
-            elif self._can_pass(due, lease.expiry, len(chosen)):
+            elif self._can_pass(due, admitted.expiry, len(chosen)):
                 chosen.append(group)
             else:  # expiries never fall along the order of admission: if this group must wait, so must all after it
                 return Choice(tuple(stale), tuple(chosen), reserved=True)
-            due[lease.expiry] -= 1
+            due[admitted.expiry] -= 1
         return Choice(tuple(stale), tuple(chosen), reserved=False)
+
+    # -- the fold ------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
         match event:
@@ -288,41 +298,41 @@ class Ledger:
         self.bytes += self.rules.group_size * event.sample_bytes
 
     def _store(self, event: Stored) -> None:
-        lease = self.waiting[event.group]
-        lease.samples[event.sample] = event
-        self.bytes += event.bytes - lease.sample_bytes
+        admitted = self.waiting[event.group]
+        admitted.samples[event.sample] = event
+        self.bytes += event.bytes - admitted.sample_bytes
         self._sample_bytes = max(self._sample_bytes, event.bytes)
         if self.complete(event.group):
             self.num_complete += 1
-            if self.rules.drop_uninformative and lease.uninformative:
+            if self.rules.drop_uninformative and admitted.uninformative:
                 self._uninformative.add(event.group)
         self._in_flight -= 1
         self._buffered += 1
 
     def _drop(self, event: Dropped) -> None:
-        lease = self._end_wait(event.group)
-        self.bytes -= self._held(lease)
-        self._in_flight -= self.rules.group_size - len(lease.samples)
-        self._buffered -= len(lease.samples)
+        admitted = self._end_wait(event.group)
+        self.bytes -= self._held(admitted)
+        self._in_flight -= self.rules.group_size - len(admitted.samples)
+        self._buffered -= len(admitted.samples)
         self._dropped[event.group] = event
         for sample in range(self.rules.group_size):
             self._drops[self._reason(event.group, sample)] += 1
-        for sample, stored in lease.samples.items():
+        for sample, stored in admitted.samples.items():
             self.waste[self._reason(event.group, sample)] += stored.tokens
         if event.sample >= 0:
-            self.waste[event.reason] += event.tokens
+            self.waste[self._reason(event.group, event.sample)] += event.tokens
             self._late.add(Slot(event.group, event.sample))
 
     def _deliver(self, groups: tuple[int, ...]) -> None:
         for group in groups:
-            self.delivered[group] = lease = self._end_wait(group)
+            self.delivered[group] = admitted = self._end_wait(group)
             # A pruned segment leaves a consumed group without its samples when the journal is folded again.
-            pruned = self.rules.group_size - len(lease.samples)
+            pruned = self.rules.group_size - len(admitted.samples)
             self._in_flight -= pruned
             self._buffered += pruned
 
     def _commit(self, step: int) -> None:
-        self.bytes -= sum(self._held(lease) for lease in self.delivered.values())
+        self.bytes -= sum(self._held(admitted) for admitted in self.delivered.values())
         self._buffered -= len(self.delivered) * self.rules.group_size
         self._consumed += len(self.delivered) * self.rules.group_size
         self.delivered = {}
@@ -330,15 +340,17 @@ class Ledger:
 
     def _end_wait(self, group: int) -> AdmittedGroup:
         self.num_complete -= self.complete(group)
-        lease = self.waiting.pop(group)
+        admitted = self.waiting.pop(group)
         self._uninformative.discard(group)
-        self._due[lease.expiry] -= 1
-        if not self._due[lease.expiry]:
-            del self._due[lease.expiry]
-        return lease
+        self._due[admitted.expiry] -= 1
+        if not self._due[admitted.expiry]:
+            del self._due[admitted.expiry]
+        return admitted
+
+    # -- helpers -------------------------------------------------------------------------------------------------
 
     def _soon_ready(self) -> int:
-        """Complete groups, and those begun with this version or the one before; what is older is a straggler."""
+        """Complete groups, and those admitted under this version or the one before; older ones are stragglers."""
         young = takewhile(lambda group: self.waiting[group].version >= self.version - 1, reversed(self.waiting))
         return self.num_complete + sum(not self.complete(group) for group in young)
 
@@ -347,14 +359,14 @@ class Ledger:
         waiting = 0
         for d in sorted(e for e in due if e < expiry):
             waiting += due[d]
-            if waiting > self.places(d) - chosen - 1:
+            if waiting > self.capacity(d) - chosen - 1:
                 return False
         return True
 
-    def _held(self, lease: AdmittedGroup) -> int:
-        missing = self.rules.group_size - len(lease.samples)
-        return sum(stored.bytes for stored in lease.samples.values()) + missing * lease.sample_bytes
+    def _held(self, admitted: AdmittedGroup) -> int:
+        missing = self.rules.group_size - len(admitted.samples)
+        return sum(stored.bytes for stored in admitted.samples.values()) + missing * admitted.sample_bytes
 
     def _reason(self, group: int, sample: int) -> str:
         end = self._dropped[group]
-        return end.reason if end.sample in (-1, sample) else INCOMPLETE
+        return str(end.reason if end.sample in (-1, sample) else DropReason.GROUP_INCOMPLETE)

@@ -1,7 +1,20 @@
-"""An append-only log of frames in one directory: `<stem>-<first sequence>.seg` files and one `.open` file.
+"""An append-only log of checksummed frames in one directory: sealed `<stem>-<first sequence>.seg` files, one `.open`.
 
-`append` returns when the frames have reached the durability level: the page cache (survives kill -9) or, with `sync`,
-the disk. All frames of one call share one write and one sync, which is what makes the disk level affordable.
+`Log` writes. `append` returns when the frames have reached the durability level: the page cache (survives kill -9) or,
+with `sync`, the disk. All frames of one call share one write and one sync, which is what makes the disk level
+affordable. `Scan` reads one file and checks all of it.
+
+A file consists of
+
+    header   magic, format, schema hash, run id, first sequence number, crc
+    frame*   length u32 | crc32c u32 | sequence u64 | slot 16 B | payload
+    footer   mark, magic, frame count, digest of everything before, crc      (only in a sealed `.seg` file)
+
+Arrow's own file format is no log: a stream cut between two batches reads back short without an error, and a flipped bit
+in a body is not noticed. Here the checksum of a frame covers sequence, slot and payload, sequences are contiguous, and
+the digest chains the header and every frame head, so any changed, missing or doubled byte of a sealed file is found. A
+bad frame at the end of an `.open` file is what a crash leaves: it was never acknowledged. A bad frame that is followed
+by a whole one is damage: to cut there would lose what was acknowledged.
 """
 
 import fcntl
@@ -16,18 +29,6 @@ import google_crc32c
 
 from asyncrl.errors import ConfigError, CorruptSegmentError, StorageError
 
-# The file format of the buffer's logs: checksummed frames between a header and, once sealed, a footer.
-#
-# header   magic, format, schema hash, run id, first sequence number, crc
-# frame*   length u32 | crc32c u32 | sequence u64 | slot 16 B | payload
-# footer   mark, magic, frame count, digest of everything before, crc      (only in a sealed `.seg` file)
-#
-# Arrow's own file format is no log: a stream cut between two batches reads back short without an error, and a flipped
-# bit in a body is not noticed. Here the checksum of a frame covers sequence, slot and payload, sequences are
-# contiguous, and the digest chains the header and every frame head, so any changed, missing or doubled byte of a sealed
-# file is found. A frame that is bad at the end of an `.open` file is what a crash leaves: it was never acknowledged.
-# One that is followed by a whole frame is damage: to cut there would lose what was acknowledged.
-
 crc32c = cast(Callable[[int, bytes], int], cast(Any, google_crc32c).extend)  # untyped
 
 FORMAT = 1
@@ -35,6 +36,8 @@ MAX_PAYLOAD = 64 << 20
 """A longer length is damage: it is refused before anything is allocated for it."""
 SEARCHED = 2 * MAX_PAYLOAD
 """Bytes after a fault in which the next frame is looked for."""
+WRITE_FRAMES = 500
+"""Frames of one system call: two buffers each, and Linux takes 1024."""
 RUN_ID_BYTES = 64
 OPEN, SEALED = ".open", ".seg"
 
@@ -47,6 +50,9 @@ HEADER_SIZE, FOOTER_SIZE = HEADER.size + CRC.size, FOOTER.size + CRC.size
 MAGIC, END_MAGIC, END_MARK = b"ASYNCRL\x01", b"ARLSEAL\x01", 0xFFFFFFFF
 
 
+# -- the format of a file ----------------------------------------------------------------------------------------
+
+
 class Header(NamedTuple):
     schema: bytes
     run_id: str
@@ -57,6 +63,16 @@ class Header(NamedTuple):
         if len(run_id) > RUN_ID_BYTES:
             raise ValueError(f"run id {self.run_id!r} is {len(run_id)} bytes long; use at most {RUN_ID_BYTES}")
         return _with_crc(HEADER.pack(MAGIC, FORMAT, self.schema, run_id, self.first))
+
+
+def unpack_header(raw: bytes) -> Header | None:
+    """None when it is damaged, or of another format."""
+    if len(raw) < HEADER_SIZE or raw != _with_crc(raw[: HEADER.size]):
+        return None
+    magic, form, schema, run_id, first = HEADER.unpack(raw[: HEADER.size])
+    if magic != MAGIC or form != FORMAT:
+        return None
+    return Header(schema, run_id.rstrip(b"\0").decode(errors="replace"), first)
 
 
 class Frame(NamedTuple):
@@ -93,6 +109,17 @@ def read_frame(file: BinaryIO, offset: int, limit: int) -> Frame | str:
     if len(payload) < length or crc != _checksum(sequence, slot, payload):
         return "the checksum does not match"
     return Frame(offset, head, sequence, slot, payload)
+
+
+def _checksum(sequence: int, slot: bytes, payload: bytes) -> int:
+    return crc32c(crc32c(0, struct.pack("<Q", sequence) + slot), payload)
+
+
+def _with_crc(data: bytes) -> bytes:
+    return data + CRC.pack(crc32c(0, data))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
 
 
 class Scan:
@@ -160,9 +187,9 @@ class Scan:
         file.seek(self.end)
         rest = file.read(SEARCHED)
         wanted = self.first + self.count + 1
-        place = -1
-        while (place := rest.find(struct.pack("<Q", wanted), place + 1)) >= 0:
-            start = self.end + place - SEQUENCE_OFFSET
+        found = -1
+        while (found := rest.find(struct.pack("<Q", wanted), found + 1)) >= 0:
+            start = self.end + found - SEQUENCE_OFFSET
             if start > self.end and isinstance(read_frame(file, start, self.size), Frame):
                 return True
         return False
@@ -177,29 +204,10 @@ class Scan:
         return CorruptSegmentError(f"{self.path} is damaged at offset {self.end}: {fault}")
 
 
-def unpack_header(raw: bytes) -> Header | None:
-    """None when it is damaged, or of another format."""
-    if len(raw) < HEADER_SIZE or raw != _with_crc(raw[: HEADER.size]):
-        return None
-    magic, form, schema, run_id, first = HEADER.unpack(raw[: HEADER.size])
-    if magic != MAGIC or form != FORMAT:
-        return None
-    return Header(schema, run_id.rstrip(b"\0").decode(errors="replace"), first)
+# -- writing -----------------------------------------------------------------------------------------------------
 
 
-def _checksum(sequence: int, slot: bytes, payload: bytes) -> int:
-    return crc32c(crc32c(0, struct.pack("<Q", sequence) + slot), payload)
-
-
-def _with_crc(data: bytes) -> bytes:
-    return data + CRC.pack(crc32c(0, data))
-
-
-WRITE_FRAMES = 500
-"""Frames of one system call: two buffers each, and Linux takes 1024."""
-
-
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a frame lies."""
 
     segment: int
@@ -228,7 +236,7 @@ class Log:
     def next_sequence(self) -> int:
         return self._next
 
-    def recover(self) -> Iterator[tuple[Place, Frame]]:
+    def recover(self) -> Iterator[tuple[Location, Frame]]:
         """Every frame on disk in order, checked; then the log is ready to append."""
         expected: int | None = None
         for path in segment_paths(self._directory, self._stem):
@@ -236,12 +244,12 @@ class Log:
                 raise CorruptSegmentError(f"{path} does not follow the file before it, which ends at {expected}")
             scan = Scan(path, schema=self._schema, run_id=self._run_id)
             for frame in scan:
-                yield Place(scan.first, frame.offset, frame.sequence), frame
+                yield Location(scan.first, frame.offset, frame.sequence), frame
             self._next = expected = first_sequence(path) + scan.count
             if path.suffix == OPEN:
                 self._take_over(scan)
 
-    def append(self, items: Sequence[tuple[bytes, bytes]]) -> list[Place]:
+    def append(self, items: Sequence[tuple[bytes, bytes]]) -> list[Location]:
         """Write (slot, payload) frames, all or nothing, durable when it returns."""
         if too_long := [len(payload) for _, payload in items if len(payload) > MAX_PAYLOAD]:
             raise ValueError(f"a payload of {too_long[0]} bytes is longer than the {MAX_PAYLOAD} a frame can hold")
@@ -250,24 +258,24 @@ class Log:
         if self._file < 0:
             self._start()
         heads = [pack_head(self._next + i, slot, payload) for i, (slot, payload) in enumerate(items)]
-        places: list[Place] = []
+        locations: list[Location] = []
         end = self._end
         for i, (_, payload) in enumerate(items):
-            places.append(Place(self._first, end, self._next + i))
+            locations.append(Location(self._first, end, self._next + i))
             end += FRAME.size + len(payload)
         self._write([part for head, (_, payload) in zip(heads, items, strict=True) for part in (head, payload)])
         for head in heads:
             self._digest.update(head)
         self._end, self._next = end, self._next + len(items)
-        return places
+        return locations
 
-    def read(self, place: Place) -> bytes:
-        """The payload at `place`, checked again."""
-        path = self._path(place.segment, OPEN if place.segment == self._first and self._file >= 0 else SEALED)
+    def read(self, location: Location) -> bytes:
+        """The payload at `location`, checked again."""
+        path = self._path(location.segment, OPEN if location.segment == self._first and self._file >= 0 else SEALED)
         with path.open("rb") as file:
-            frame = read_frame(file, place.offset, os.fstat(file.fileno()).st_size)
-        if isinstance(frame, str) or frame.sequence != place.sequence:
-            raise CorruptSegmentError(f"{path} is damaged at offset {place.offset}: {frame}")
+            frame = read_frame(file, location.offset, os.fstat(file.fileno()).st_size)
+        if isinstance(frame, str) or frame.sequence != location.sequence:
+            raise CorruptSegmentError(f"{path} is damaged at offset {location.offset}: {frame}")
         return frame.payload
 
     def seal(self) -> None:
@@ -343,6 +351,9 @@ class Log:
 
     def _path(self, first: int, suffix: str) -> Path:
         return self._directory / f"{self._stem}-{first:015d}{suffix}"
+
+
+# -- the directory -----------------------------------------------------------------------------------------------
 
 
 def segment_paths(directory: Path, stem: str) -> list[Path]:

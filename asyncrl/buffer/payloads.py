@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.buffer.log import Log, Place, new_digest
+from asyncrl.buffer.log import Location, Log, new_digest
 from asyncrl.data.arrow import COLUMNS
 from asyncrl.types import Slot
 
-if TYPE_CHECKING:  # those who only read a log need no settings
+if TYPE_CHECKING:  # readers of a log need no settings
     from asyncrl.config import Buffer
 
 STEM = "trajectories"
@@ -25,49 +25,49 @@ class Payloads:
         self._cache_bytes = cache_bytes
         self._cached = 0
         self._cache: dict[int, dict[int, bytes]] = defaultdict(dict)
-        self._places: dict[int, dict[int, Place]] = defaultdict(dict)
+        self._locations: dict[int, dict[int, Location]] = defaultdict(dict)
 
     @property
     def next_sequence(self) -> int:
         return self._log.next_sequence if self._log else 0
 
     def groups(self) -> Iterable[int]:
-        """Groups with at least one sample on disk that nobody has let go."""
-        return self._places
+        """Groups with at least one sample on disk that are neither consumed nor dropped."""
+        return self._locations
 
     def put(self, items: Sequence[tuple[Slot, bytes]]) -> None:
         """Store all or nothing, at the durability level when this returns."""
         if self._log:
-            places = self._log.append([(pack_slot(slot), payload) for slot, payload in items])
-            for (slot, _), place in zip(items, places, strict=True):
-                self.locate(slot, place)
+            locations = self._log.append([(pack_slot(slot), payload) for slot, payload in items])
+            for (slot, _), location in zip(items, locations, strict=True):
+                self.locate(slot, location)
         for slot, payload in items:
             # A newcomer is left out rather than an old one evicted: the oldest groups are taken first.
             if not self._log or self._cached + len(payload) <= self._cache_bytes:
                 self._cache[slot.group][slot.sample] = payload
                 self._cached += len(payload)
 
-    def locate(self, slot: Slot, place: Place) -> bool:
-        """Note where a frame lies; False when the slot is already taken."""
-        samples = self._places[slot.group]
-        return samples.setdefault(slot.sample, place) is place
+    def locate(self, slot: Slot, location: Location) -> bool:
+        """Note where the frame of a slot lies; False when the slot is already filled."""
+        samples = self._locations[slot.group]
+        return samples.setdefault(slot.sample, location) is location
 
     def get(self, slot: Slot) -> bytes:
         payload = self._cache.get(slot.group, {}).get(slot.sample)
         if payload is not None:
             return payload
-        place = self._places.get(slot.group, {}).get(slot.sample)
-        if place is None or self._log is None:
+        location = self._locations.get(slot.group, {}).get(slot.sample)
+        if location is None or self._log is None:
             raise ValueError(f"the payload of {slot} is not held: its group was consumed, dropped or pruned")
-        return self._log.read(place)
+        return self._log.read(location)
 
     def forget(self, group: int) -> None:
         self._cached -= sum(map(len, self._cache.pop(group, {}).values()))
-        self._places.pop(group, None)
+        self._locations.pop(group, None)
 
     def first_sequence(self, groups: Iterable[int]) -> int:
         """The lowest sequence number among the samples of `groups`."""
-        sequences = (place.sequence for group in groups for place in self._places.get(group, {}).values())
+        sequences = (location.sequence for group in groups for location in self._locations.get(group, {}).values())
         return min(sequences, default=self.next_sequence)
 
 

@@ -49,7 +49,7 @@ def read_run(directory: Path) -> Iterator[Trajectory]:
 def read_deliveries(directory: Path) -> dict[int, list[tuple[int, ...]]]:
     """The groups of every step, as the trainer got them: one entry for each forward and backward, in order.
 
-    What a resumed run was given again is in its first place only.
+    What a resumed run was delivered again appears once, at its first delivery.
     """
     found: dict[int, list[tuple[int, ...]]] = {}
     seen: set[int] = set()
@@ -109,7 +109,7 @@ def _verify_trajectory(frame: Frame, slots: set[Slot], report: Report) -> None:
 
 
 def _present(scan: Scan) -> Iterator[Frame]:
-    """The frames of a file that its writer may seal, and thereby rename, between listing and reading."""
+    """The frames of a file, which its writer may seal, and thereby rename, between listing and reading."""
     try:
         yield from scan
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""The course of a run: what is decided is written, then acted on; what was decided is acted on again.
+"""Recovery and replay: what a run's directory holds, and a ledger that first repeats it and then goes on.
+
+`read_history` reads the journal and the trajectory log back. `JournaledLedger` keeps ledger, journal and payloads in
+step: a decision is written, then applied; one that was written before is applied again.
 
 Replay. A checkpoint after S optimizer steps is older than the journal. Records up to the commit of step S - 1 are
 folded at once; the rest is a script. Deliveries and commits in it wait for the trainer to repeat them, one by one;
@@ -17,11 +20,14 @@ from asyncrl.data import arrow
 from asyncrl.errors import CheckpointError, ConfigError, CorruptSegmentError
 from asyncrl.types import GIVEN, Slot
 
-# Read a run's directory back: what was decided, and what was stored.
+Repeatable = TypeVar("Repeatable", Delivered, Committed)
+
+
+# -- reading a directory back ------------------------------------------------------------------------------------
 
 
 class Sample(NamedTuple):
-    """A payload that has been decoded once and found sound."""
+    """A payload that was decoded once and is valid."""
 
     slot: Slot
     payload: bytes
@@ -43,7 +49,7 @@ def check(payload: bytes) -> Sample:
 
 
 class History(NamedTuple):
-    """What a directory holds."""
+    """What a buffer's directory holds."""
 
     records: list[Record]
     stored: dict[int, list[Stored]]
@@ -57,17 +63,17 @@ def read_history(journal: Journal, log: Log | None, payloads: Payloads, rules: L
     _check_rules(records, rules)
     admitted = {record.group: record.version for record in records if isinstance(record, Admitted)}
     stored: dict[int, list[Stored]] = defaultdict(list)
-    for place, frame in log.recover() if log else ():
+    for location, frame in log.recover() if log else ():
         try:
             sample = check(frame.payload)
         except ValueError as error:  # its checksum is right, so whoever wrote it meant it
-            raise CorruptSegmentError(f"trajectory {place.sequence} of the log cannot be read: {error}") from None
+            raise CorruptSegmentError(f"trajectory {location.sequence} of the log cannot be read: {error}") from None
         if sample.slot.group not in admitted:
             raise CorruptSegmentError(
-                f"the log holds {sample.slot}, which the journal never leased: its last records are lost, as a power "
+                f"the log holds {sample.slot}, which the journal never admitted: its last records are lost, as a power "
                 f"failure can do at durability `process`; start a new run, or use buffer.durability=disk"
             )
-        if payloads.locate(sample.slot, place):
+        if payloads.locate(sample.slot, location):
             stored[sample.slot.group].append(sample.stored(admitted[sample.slot.group]))
     return History(records, stored)
 
@@ -80,11 +86,11 @@ def _check_rules(records: list[Record], rules: LedgerRules) -> None:
         )
 
 
-Step = TypeVar("Step", Delivered, Committed)
+# -- writing and repeating ---------------------------------------------------------------------------------------
 
 
 class JournaledLedger:
-    """Ledger, journal and payloads, moved together."""
+    """Ledger, journal and payloads, changed together."""
 
     def __init__(self, ledger: Ledger, journal: Journal, payloads: Payloads) -> None:
         self._ledger, self._journal, self._payloads = ledger, journal, payloads
@@ -93,16 +99,17 @@ class JournaledLedger:
         self._published = 0
         self._first_of_step: dict[int, int] = {}
         self.orphaned = False
-        """Whether samples that were in flight at the kill have nobody who generates them."""
+        """Whether samples that were in flight at the kill still lack a new ticket."""
 
     @property
     def replaying(self) -> bool:
         return bool(self._script) or self._published < self._ledger.version
 
     def record(self, *records: Record) -> None:
+        """Write decisions, then apply them."""
         self._journal.write(*records)
         for record in records:
-            self._act(record)
+            self._apply(record)
 
     def restore(self, history: History, step: int) -> None:
         """Fold up to the checkpoint after `step` optimizer steps; engines start with that version."""
@@ -116,36 +123,37 @@ class JournaledLedger:
             )
         self._catch_up()
 
-    def repeat(self, kind: type[Step]) -> Step | None:
-        """Act on the delivery or commit that the script has next; None when there is no script."""
+    def repeat(self, kind: type[Repeatable]) -> Repeatable | None:
+        """Apply the delivery or commit that comes next in the script; None when there is no script."""
         if not self._script:
             return None
         record = self._script[0]
         if not isinstance(record, kind):
-            raise CorruptSegmentError(f"{record} was recorded where the trainer asks for {kind.__name__}")
+            raise CorruptSegmentError(f"{record} was recorded where the trainer requests {kind.__name__}")
         self._follow()
         self._catch_up()
         return record
 
     def publish(self, version: int) -> None:
+        """Engines serve `version`; recorded once the script is used up."""
         self._published = max(self._published, version)
         if not self._script and self._published > self._ledger.version:
             self.record(Advanced(self._published))
 
     def first_needed(self, step: int) -> int:
-        """The first sequence of the log that a run needs which resumes after `step` optimizer steps."""
+        """The first sequence of the log that a run resumed after `step` optimizer steps needs."""
         self._first_of_step = {s: first for s, first in self._first_of_step.items() if s >= step}
         return min([self._payloads.first_sequence(self._payloads.groups()), *self._first_of_step.values()])
 
     def _follow(self) -> None:
         record = self._script.popleft()
         try:
-            self._act(record)
+            self._apply(record)
         except KeyError as error:  # its checksum is right, so this is no accident
             raise CorruptSegmentError(f"{record} does not follow from the records before it") from error
 
-    def _act(self, record: Record) -> None:
-        """Apply a record to the ledger, and let go of the payloads whose group it ends."""
+    def _apply(self, record: Record) -> None:
+        """Apply a record to the ledger, and forget the payloads of the groups that it ends."""
         if isinstance(record, Committed):
             self._first_of_step[record.step] = self._payloads.first_sequence(self._ledger.delivered)
             for group in self._ledger.delivered:

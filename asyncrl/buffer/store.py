@@ -6,11 +6,11 @@ only if the directory is on shared storage):
 - an acknowledged trajectory is never lost, and a slot is filled at most once, whoever retries;
 - a group is delivered whole, or its end is recorded with a reason;
 - nothing older than the staleness bound is delivered (see `ledger`), and memory is bounded in bytes;
-- leased = in flight + buffered + consumed + dropped, at every moment;
-- a resumed run is handed exactly what was delivered after its checkpoint, in the same order and grouping.
+- leased (slots for which a ticket was issued) = in flight + buffered + consumed + dropped, at every moment;
+- a resumed run is delivered exactly what was delivered after its checkpoint, in the same order and grouping.
 
-Everything is written before it is acted on, and recovery folds what was written through the same `Ledger`, so there is
-one code path. Synchronous and single-threaded; waiting and the clock belong to `actors.buffer`.
+Every decision is written before it takes effect, and recovery folds what was written through the same `Ledger`, so
+there is one code path. Synchronous and single-threaded; waiting and the clock belong to `actors.buffer`.
 """
 
 import os
@@ -25,6 +25,7 @@ from asyncrl.buffer.payloads import Payloads, open_log
 from asyncrl.buffer.replay import JournaledLedger, Sample, check, read_history
 from asyncrl.buffer.retention import Cursors
 from asyncrl.config import Buffer
+from asyncrl.drop_reasons import DropReason, find
 from asyncrl.errors import ConfigError
 from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Slot, Ticket
 
@@ -81,7 +82,7 @@ class TrajectoryBuffer:
     # -- producers -----------------------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Ticket | Refusal:
-        """AdmittedGroup the slots of a new group, or say what it has to wait for."""
+        """Issue a ticket, which reserves the slots of a new group, or say what admission waits for."""
         decision = self._admission(now)
         if isinstance(decision, Refusal):
             if decision.lacking and self._ledger.idle:
@@ -101,7 +102,7 @@ class TrajectoryBuffer:
         return self.append_checked(self.check(batch))
 
     def check(self, batch: Sequence[bytes]) -> list[Sample]:
-        """Decode payloads and see that their slots were leased, or raise ValueError; stores nothing."""
+        """Decode payloads and check that tickets were issued for their slots, or raise ValueError; stores nothing."""
         self._require_live("append")
         samples = [check(payload) for payload in batch]
         for sample in samples:
@@ -127,6 +128,8 @@ class TrajectoryBuffer:
     def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
         """End a slot without a trajectory, and with it its group: siblings alone cannot be trained on."""
         self._require_live("fail")
+        if find(reason) is None:  # it would be in the journal for ever, and nobody could look it up
+            raise ValueError(f"{reason!r} is no reason for a drop: use DropReason, or stage_reason(name)")
         status = self._ledger.status(slot)
         if status == "stored":
             self._journaled.record(Dropped(slot.group, reason, slot.sample, tokens))
@@ -135,10 +138,10 @@ class TrajectoryBuffer:
         return Receipt(slot, "duplicate" if status == "duplicate" else "dropped")
 
     def expire(self, now: float) -> tuple[int, ...]:
-        """Drop what nobody should wait for: groups past their deadline, and complete ones that are uninformative."""
+        """Drop groups past their deadline, and complete ones that are uninformative; returns which."""
         if self.replaying:
             return ()
-        # Until `reissue` gives new deadlines, those of incomplete groups are the killed run's.
+        # Until `reissue` sets new deadlines, those of incomplete groups are the killed run's.
         overdue = [] if self._journaled.orphaned else self._ledger.overdue(now)
         ended = [*overdue, *self._ledger.uninformative()]
         self._journaled.record(*ended)
@@ -149,7 +152,7 @@ class TrajectoryBuffer:
         return self._ledger.status(slot) == "stored"
 
     def reissue(self, now: float, of: Collection[int] | None = None) -> list[Ticket]:
-        """AdmittedGroup again, with new deadlines, what is missing of all groups or of some: its process was killed."""
+        """New tickets, with new deadlines, for what is missing of all groups, or of some, whose process was killed."""
         self._require_live("reissue")
         among = self._ledger.waiting if of is None else [group for group in of if group in self._ledger.waiting]
         groups = [group for group in among if not self._ledger.complete(group)]
@@ -162,19 +165,19 @@ class TrajectoryBuffer:
     def take(self, max_groups: int, min_groups: int = 1) -> Delivery | None:
         """Complete groups for the present step, or None.
 
-        At least `min_groups`, unless the step lacks fewer or its other places are reserved for stragglers in their
+        At least `min_groups`, unless the step lacks fewer or its other capacity is reserved for stragglers in their
         last step. In a replay it is the next recorded delivery, whatever its size.
         """
         step = self._ledger.step
-        if not (places := self._ledger.places(step)):
+        if not (capacity := self._ledger.capacity(step)):
             raise ValueError(f"step {step} has all its groups; commit it before taking more")
         if event := self._journaled.repeat(Delivered):
             return Delivery(step=event.step, groups=event.groups, replayed=True)
-        enough = min(min_groups, max_groups, places)
+        enough = min(min_groups, max_groups, capacity)
         if self._ledger.num_complete < enough:
             return None
         choice = self._ledger.choice(max_groups)
-        self._journaled.record(*(Dropped(group, "stale") for group in choice.stale))
+        self._journaled.record(*(Dropped(group, DropReason.STALE) for group in choice.stale))
         if len(choice.groups) < (1 if choice.reserved else enough):
             return None
         self._journaled.record(Delivered(step, choice.groups))
@@ -189,7 +192,7 @@ class TrajectoryBuffer:
         """The optimizer has taken `step`: its groups are consumed. Repeating it is harmless."""
         if step < self._ledger.step:
             return
-        if step > self._ledger.step or self._ledger.places(step):
+        if step > self._ledger.step or self._ledger.capacity(step):
             taken = f"{len(self._ledger.delivered)} of {self._rules.groups_per_step} groups"
             raise ValueError(f"step {step} cannot be committed: step {self._ledger.step} has taken {taken}")
         if not self._journaled.repeat(Committed):
@@ -207,7 +210,7 @@ class TrajectoryBuffer:
         if bound != self._ledger.bound and not self.replaying:
             self._journaled.record(Limited(bound))
 
-    # -- the books -----------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     def replaying(self) -> bool:
@@ -239,7 +242,7 @@ class TrajectoryBuffer:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def checkpointed(self, step: int) -> None:
-        """A checkpoint after `step` optimizer steps is durable: the trainer's cursor moves to what it still needs."""
+        """A checkpoint after `step` optimizer steps is durable: move the trainer's cursor to what it still needs."""
         self.move_cursor(TRAINER, self._journaled.first_needed(step))
 
     def move_cursor(self, consumer: str, sequence: int) -> None:
@@ -252,14 +255,14 @@ class TrajectoryBuffer:
         return [path.name for path in self._log.prune(Cursors(self._directory).lowest())] if self._log else []
 
     def close(self) -> None:
-        """Seal the files and let the directory go; idempotent."""
+        """Seal the files and unlock the directory; idempotent."""
         if self._lock is not None:
             self._journal.close()
             if self._log:
                 self._log.seal()
             self._unlock()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -267,7 +270,7 @@ class TrajectoryBuffer:
             self._lock = None
 
     def _waste(self, slot: Slot, tokens: int) -> None:
-        """Count what was sampled for a group that had already ended."""
+        """Count what was sampled for a group that had already been dropped."""
         if tokens and (late := self._ledger.late(slot, tokens)):
             self._journaled.record(late)
 
@@ -284,12 +287,12 @@ class TrajectoryBuffer:
         if self.replaying:
             return Refusal(f"replay: the recorded step {self._ledger.step} is being repeated")
         if self._journaled.orphaned:
-            return Refusal("resume: the samples that were in flight are to be re-issued first")
+            return Refusal("resume: the samples that were in flight get new tickets first")
         return self._ledger.admission(now)
 
     def _ticket(self, group: int) -> Ticket:
-        lease, missing = self._ledger.waiting[group], self._ledger.missing(group)
-        return Ticket(group=group, samples=missing, version=lease.version, deadline=lease.deadline)
+        admitted, missing = self._ledger.waiting[group], self._ledger.missing(group)
+        return Ticket(group=group, samples=missing, version=admitted.version, deadline=admitted.deadline)
 
     def _require_live(self, call: str) -> None:
         if self.replaying:

@@ -1,0 +1,1 @@
+"""Faults for `asyncrl chaos`: a plan from a seed, rewards that fail, and damage to files."""

@@ -7,7 +7,6 @@ from itertools import islice
 import msgspec
 
 from asyncrl.config import Run
-from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
 from asyncrl.errors import ConfigError
 
 DRIVER = "driver"
@@ -47,10 +46,9 @@ def roles(run: Run) -> list[str]:
     """Every process of a run that a fault may hit; without Ray there is but one."""
     if run.cluster == "inprocess":
         return [DRIVER]
-    drafter = isinstance(run.drafter, EagleDrafter | Eagle3Drafter) and run.drafter.training.on
     rollouts = [f"rollout-{index}" for index in range(run.rollout.replicas)]
     ranks = [f"trainer-{rank}" for rank in range(1, run.trainer.ranks)]
-    return [DRIVER, "buffer", "reward", "trainer", *ranks, *rollouts, *(["drafter"] if drafter else [])]
+    return [DRIVER, "buffer", "reward", "trainer", *ranks, *rollouts, *(["drafter"] if run.drafter.trains else [])]
 
 
 def plan(seed: int, kinds: Sequence[str], rounds: int, among: Sequence[str]) -> tuple[Fault, ...]:

@@ -1,11 +1,12 @@
-"""What an algorithm or a correction can be set to. Class defaults are the vetted setting.
+"""What an algorithm or a correction can be set to, and what the rest of the code asks about it.
 
-Kept apart from the losses so that reading a config imports no torch.
+Class defaults are the vetted setting. A new one is a struct here, its name in the union at the end, and a line in
+`asyncrl.algorithms.registry`. Kept apart from the losses so that reading a config imports no torch.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
-from asyncrl.config.base import AboveZero, Fraction, Natural, NonNegative, Settings
+from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Settings
 
 
 class Kl(Settings, frozen=True):
@@ -26,8 +27,45 @@ class Overlong(Settings, frozen=True):
     """Share of `rollout.max_tokens`, counted from the end, over which the penalty grows from 0."""
 
 
-class AlgorithmBase(Settings, frozen=True, tag_field="type"):
-    """The parts that every algorithm is put together from."""
+class Credit(NamedTuple):
+    """How a reward reaches the tokens before it, where advantages are of tokens."""
+
+    discount: float = 1.0
+    trace: float = 1.0
+    """Lambda of generalised advantage estimation."""
+    whiten: bool = True
+    """Normalise over the step."""
+
+
+UserFunctions = tuple[tuple[str, str], ...]
+"""The setting that names a function of the user's, and that name."""
+
+
+class AlgorithmBase(Chosen, frozen=True):
+    """The parts that every algorithm is put together from, and what the rest of the code asks about one."""
+
+    kl_in_reward: ClassVar[bool] = False
+    """Whether it can take a KL penalty from each token's reward."""
+    learns_from_equal_rewards: ClassVar[bool] = False
+    """Whether a group can matter although all of its rewards are equal."""
+
+    @property
+    def critic_rate(self) -> float | None:
+        """Learning rate of the critic; None without one."""
+        return None
+
+    @property
+    def policy_from_step(self) -> int:
+        """First step that trains the policy; those before train the critic alone."""
+        return 0
+
+    @property
+    def credit(self) -> Credit:
+        return Credit()
+
+    @property
+    def functions(self) -> UserFunctions:
+        return ()
 
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over the tokens of the step; mean over samples of their token means; or sum over a sample's tokens divided
@@ -76,12 +114,17 @@ class Rloo(AlgorithmBase, frozen=True, tag="rloo"):
 class ReinforcePp(Clipped, frozen=True, tag="reinforce_pp"):
     """REINFORCE++: advantages normalised over the whole step instead of the group; no critic."""
 
+    kl_in_reward = True
+
     group_baseline: bool = False
     """Take the group's mean off first, as for hard problems with several answers each."""
 
 
 class Ppo(Clipped, frozen=True, tag="ppo"):
     """PPO with a critic of the policy's size and generalised advantage estimation."""
+
+    kl_in_reward = True
+    learns_from_equal_rewards = True
 
     discount: Fraction = 1.0
     trace: Fraction = 0.95
@@ -91,6 +134,18 @@ class Ppo(Clipped, frozen=True, tag="ppo"):
     critic_lr: AboveZero = 1e-5
     critic_warmup_steps: Natural = 0
     """First steps that train the critic alone."""
+
+    @property
+    def critic_rate(self) -> float:
+        return self.critic_lr
+
+    @property
+    def policy_from_step(self) -> int:
+        return self.critic_warmup_steps
+
+    @property
+    def credit(self) -> Credit:
+        return Credit(self.discount, self.trace, self.whiten)
 
 
 class Gspo(Clipped, frozen=True, tag="gspo"):
@@ -114,12 +169,19 @@ class Cispo(AlgorithmBase, frozen=True, tag="cispo"):
 class CustomAlgorithm(AlgorithmBase, frozen=True, kw_only=True, tag="custom"):
     """A loss of your own, with group-relative advantages or your own."""
 
+    learns_from_equal_rewards = True
+
     function: str
     """`package.module:function` or `path/to/file.py:function`: f(tokens: Tokens) -> one loss per sampled token."""
     advantages: str = ""
     """The same: f(rewards of a group: numpy array) -> an advantage for each; empty: group-relative."""
     normalize_std: bool = True
     """Divide group-relative advantages by the group's standard deviation."""
+
+    @property
+    def functions(self) -> UserFunctions:
+        own = (("algorithm.advantages", self.advantages),) if self.advantages else ()
+        return ("algorithm.function", self.function), *own
 
 
 class Reject(Settings, frozen=True):
@@ -135,7 +197,25 @@ class Reject(Settings, frozen=True):
     low: NonNegative = 0.0
 
 
-class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
+class CorrectionBase(Chosen, frozen=True):
+    """What the rest of the code asks about a correction."""
+
+    @property
+    def drift_limit(self) -> float:
+        """Drift of a step beyond which its learning rate is lowered; 0: never."""
+        return 0.0
+
+    @property
+    def normalizes_weights(self) -> bool:
+        """Whether weights are divided by their mean over the step."""
+        return False
+
+    @property
+    def functions(self) -> UserFunctions:
+        return ()
+
+
+class Importance(CorrectionBase, frozen=True, tag="importance"):
     """Importance weights and rejection. The default truncates token weights at 2 and rejects samples by K3; the
     algorithm's clip bounds what a token has moved since the version before, and steps on samples that the policy has
     left far behind are smaller."""
@@ -158,12 +238,24 @@ class Importance(Settings, frozen=True, tag_field="type", tag="importance"):
     veto: Fraction = 0.0
     """Reject a sample if any token's rho is below this; 0 turns it off."""
 
+    @property
+    def drift_limit(self) -> float:
+        return self.max_drift
 
-class CustomCorrection(Settings, frozen=True, tag_field="type", tag="custom"):
+    @property
+    def normalizes_weights(self) -> bool:
+        return self.batch_normalize
+
+
+class CustomCorrection(CorrectionBase, frozen=True, tag="custom"):
     """A correction of your own."""
 
     function: str
     """`package.module:function` or `path/to/file.py:function`: f(log_ratio_L, samples: Samples) -> weight per token."""
+
+    @property
+    def functions(self) -> UserFunctions:
+        return (("correction.function", self.function),)
 
 
 Algorithm = Grpo | DrGrpo | Dapo | Rloo | ReinforcePp | Ppo | Gspo | Cispo | CustomAlgorithm

@@ -1,8 +1,8 @@
 """What drafting, its training and its choice of strategies can be set to."""
 
-from typing import Literal, TypeGuard
+from typing import ClassVar, Literal, Self
 
-from asyncrl.config.base import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 
 
 class Strategy(Settings, frozen=True, kw_only=True):
@@ -29,6 +29,9 @@ class Strategy(Settings, frozen=True, kw_only=True):
     @property
     def is_tree(self) -> bool:
         return self.top_k > 1
+
+
+PLAIN = Strategy(depth=0)
 
 
 class Adaptive(Settings, frozen=True, kw_only=True):
@@ -93,11 +96,58 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
         return self.tokens_per_step // (2 if self.source == "both" else 1)
 
 
-class NoDrafter(Settings, frozen=True, kw_only=True, tag_field="type", tag="none"):
+class DrafterBase(Chosen, frozen=True, kw_only=True):
+    """What the rest of the code asks about a drafter. The first three are the drafter itself or None."""
+
+    @property
+    def drafting(self) -> "Drafting | None":
+        """Anything that drafts."""
+        return None
+
+    @property
+    def head(self) -> "HeadDrafter | None":
+        """A head with weights of its own."""
+        return None
+
+    @property
+    def ngram(self) -> "NgramDrafter | None":
+        """Drafts that are looked up in the text."""
+        return None
+
+    @property
+    def possible_strategies(self) -> list[Strategy]:
+        """All that may be chosen while decoding, plain decoding perhaps among them."""
+        return [PLAIN]
+
+    @property
+    def has_trees(self) -> bool:
+        return any(strategy.is_tree for strategy in self.possible_strategies)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a process of its own trains it during the run."""
+        return False
+
+    @property
+    def from_trainer(self) -> bool:
+        """Whether the trainer gives it hidden states."""
+        return False
+
+    @property
+    def from_rollouts(self) -> bool:
+        """Whether the engines do."""
+        return False
+
+
+class NoDrafter(DrafterBase, frozen=True, kw_only=True, tag="none"):
     """Plain decoding, one token per step."""
 
+    @property
+    def drafting(self) -> None:
+        return None
 
-class Drafting(Settings, frozen=True, kw_only=True, tag_field="type"):
+
+class Drafting(DrafterBase, frozen=True, kw_only=True):
     """What every drafter has."""
 
     tokens: Positive = 3
@@ -127,6 +177,22 @@ class Drafting(Settings, frozen=True, kw_only=True, tag_field="type"):
         """The one used without the bandit."""
         return Strategy(depth=self.tokens, top_k=self.top_k, verify=self.verify)
 
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The bandit's choice: plain decoding and the given ones; if none are given, chains of 1, 2, 4, ... and what
+        the drafter is set to."""
+        depths = [1 << power for power in range(self.tokens.bit_length()) if 1 << power < self.tokens]
+        chains = [*(Strategy(depth=depth) for depth in depths), self.strategy]
+        return [PLAIN, *(strategy for strategy in self.adaptive.strategies or chains if strategy.depth)]
+
+    @property
+    def possible_strategies(self) -> list[Strategy]:
+        return self.strategies if self.adaptive.on else [self.strategy]
+
+    @property
+    def drafting(self) -> Self:
+        return self
+
 
 class NgramDrafter(Drafting, frozen=True, kw_only=True, tag="ngram"):
     """Drafts what followed the last few tokens earlier in the same text, or in answers to the same prompt."""
@@ -134,33 +200,64 @@ class NgramDrafter(Drafting, frozen=True, kw_only=True, tag="ngram"):
     min_match: Positive = 2
     max_match: Positive = 4
 
+    @property
+    def ngram(self) -> Self:
+        return self
 
-class _Head(Drafting, frozen=True, kw_only=True):
+
+class HeadDrafter(Drafting, frozen=True, kw_only=True):
+    """A drafter with a small model of its own, its head."""
+
+    architecture: ClassVar[Literal["eagle", "eagle3"]]
     path: str = ""
     """Directory of a trained head; empty: a fresh one, which has to learn first."""
     training: DrafterTraining = DrafterTraining()
 
+    @property
+    def head(self) -> Self:
+        return self
 
-class EagleDrafter(_Head, frozen=True, kw_only=True, tag="eagle"):
+    @property
+    def uses_target_output(self) -> bool:
+        """Whether it drafts with the target's own output matrix, from its last hidden state."""
+        return self.architecture == "eagle"
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the head can draft; 0 is all of them."""
+        return 0
+
+    @property
+    def trains(self) -> bool:
+        return self.training.on
+
+    @property
+    def from_trainer(self) -> bool:
+        return self.training.source_is("trainer")
+
+    @property
+    def from_rollouts(self) -> bool:
+        return self.training.source_is("rollout")
+
+
+class EagleDrafter(HeadDrafter, frozen=True, kw_only=True, tag="eagle"):
     """A small head that drafts from the target's last hidden state, with the target's own output matrix."""
 
+    architecture = "eagle"
 
-class Eagle3Drafter(_Head, frozen=True, kw_only=True, tag="eagle3"):
+
+class Eagle3Drafter(HeadDrafter, frozen=True, kw_only=True, tag="eagle3"):
     """A small head that drafts from the hidden states of three layers, with an output matrix of its own."""
+
+    architecture = "eagle3"
 
     draft_vocabulary: Natural = 0
     """Tokens that the head can draft, the most frequent ones; 0 is all of them."""
 
-
-HeadDrafter = EagleDrafter | Eagle3Drafter
-DrafterSettings = NoDrafter | NgramDrafter | EagleDrafter | Eagle3Drafter
-
-
-def from_trainer(drafter: DrafterSettings) -> bool:
-    """Whether the trainer gives hidden states to a drafter."""
-    return isinstance(drafter, EagleDrafter | Eagle3Drafter) and drafter.training.source_is("trainer")
+    @property
+    def vocabulary(self) -> int:
+        return self.draft_vocabulary
 
 
-def from_rollouts(drafter: DrafterSettings) -> TypeGuard[HeadDrafter]:
-    """Whether the engines do."""
-    return isinstance(drafter, EagleDrafter | Eagle3Drafter) and drafter.training.source_is("rollout")
+ActiveDrafter = NgramDrafter | EagleDrafter | Eagle3Drafter
+DrafterSettings = NoDrafter | ActiveDrafter

@@ -1,14 +1,117 @@
-"""What an engine can be set to. Kept apart from the engines so that reading a config imports none."""
+"""What an engine can be set to, and what the rest of the code asks about it.
 
-from typing import Literal
+A new engine is a struct here that overrides what differs from `EngineBase`, its name in `EngineSettings`, and a line in
+`asyncrl.engines.registry`. Reading a config imports no engine.
+"""
 
-from asyncrl.config.base import AboveZero, NonNegative, Positive, Probability, Settings
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal, Self
+
+import msgspec
+
+from asyncrl.config.base import AboveZero, Chosen, NonNegative, Positive, Probability
+from asyncrl.config.drafter import DrafterBase
+from asyncrl.config.precision import SIDE, Fp8, RolloutPrecision, numerics
+from asyncrl.errors import ConfigError, EngineError
 
 Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"]
 
 
-class NativeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="native"):
+class EngineBase(Chosen, frozen=True, kw_only=True):
+    """What the rest of the code asks about an engine; the answers here are those of an engine that can do nothing."""
+
+    has_model: ClassVar[bool] = True
+    """Off: it writes no text and reads no weights, so there is nothing to probe, to draft for or to converse with."""
+    checks_trees: ClassVar[bool] = False
+    """Whether it verifies trees of drafted tokens, and not only chains."""
+    merges_adapters: ClassVar[bool] = False
+    """Whether, without FP8 and on a CPU, it merges LoRA adapters into the weights that it was started with. Others get
+    merged weights."""
+    fp8_by_publication: ClassVar[bool] = False
+    """Whether each publication says what is in FP8, so that an engine can leave FP8 while it runs."""
+
+    @property
+    def label(self) -> str:
+        """For messages: its name, and on what it computes where that matters."""
+        return self.kind
+
+    # Where it computes.
+
+    @property
+    def may_use_gpu(self) -> bool:
+        return False
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one engine that has some to itself."""
+        return 1
+
+    @property
+    def gpu_share(self) -> float:
+        """Part of a GPU's memory that one engine takes."""
+        return 0.0
+
+    def on_gpu(self, drafter: DrafterBase, found: bool) -> bool:
+        """Whether it computes on a GPU, which the process was `found` to have or not."""
+        return self.may_use_gpu
+
+    def host_kv_cache(self, full: int, *, gpu: bool) -> int:
+        """Bytes of KV cache in the host's memory, on a machine with a GPU or without. `full` is what every row at its
+        longest takes."""
+        return 0
+
+    @property
+    def length_limit(self) -> int | None:
+        """Longest prompt plus answer, in tokens."""
+        return None
+
+    # Number formats.
+
+    @property
+    def real_fp8(self) -> bool:
+        """Whether FP8 is the hardware's, beside bf16, and stays for as long as the engine runs. Else it is simulated in
+        fp32."""
+        return False
+
+    @property
+    def travels_in_fp8(self) -> bool:
+        """Whether FP8 weights are quantized by the trainer, in blocks. Other engines quantize what they get."""
+        return False
+
+    @property
+    def own_fp8(self) -> bool:
+        """Whether its own settings, and not `rollout.precision`, ask for FP8."""
+        return False
+
+    def carrier(self, precision: str) -> Literal["fp32", "bf16"]:
+        """What weights travel in, and what is not in FP8 is computed in; a simulation adds no rounding to FP8's."""
+        return "bf16" if precision == "bf16" or (precision != "fp32" and self.real_fp8) else "fp32"
+
+    def without_fp8(self) -> Self:
+        """The same engine with nothing in FP8."""
+        return self
+
+    def check_precision(self, rollout: RolloutPrecision) -> None:
+        """Raise ConfigError for settings of its own that contradict those of the rollout."""
+
+    def model_problems(self, joined: Sequence[int]) -> Iterator[str]:
+        """A sentence for each thing that does not go with a model; `joined`: outputs of matrices of its layers."""
+        yield from ()
+
+    # Drafting.
+
+    @property
+    def gives_hidden_states(self) -> bool:
+        """Whether it can give a drafter the hidden states of what it decodes."""
+        return False
+
+
+class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     """Our own torch engine, embedded in the rollout actor."""
+
+    checks_trees = True
+    merges_adapters = True
+    fp8_by_publication = True
 
     max_batch: Positive = 128
     """Rows decoded together; further requests wait."""
@@ -25,8 +128,54 @@ class NativeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="n
     graph_memory_gib: AboveZero = 2.0
     """Memory for captured CUDA graphs, part of `memory`; shapes of steps beyond that run kernel by kernel."""
 
+    @property
+    def label(self) -> str:
+        return f"{self.kind} on a GPU" if self.device == "cuda" else self.kind
 
-class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vllm"):
+    @property
+    def may_use_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def gpu_share(self) -> float:
+        return self.memory if self.may_use_gpu else 0.0
+
+    def on_gpu(self, drafter: DrafterBase, found: bool) -> bool:
+        """Trees of drafts, and hidden states for a drafter's training, need the CPU: `auto` goes there with them."""
+        if self.device == "cuda" and not found:
+            raise EngineError("engine.device=cuda, but torch finds no GPU; use engine.device=cpu or auto")
+        if self.device == "auto":
+            return found and not drafter.has_trees and not drafter.from_rollouts
+        return self.device == "cuda"
+
+    def host_kv_cache(self, full: int, *, gpu: bool) -> int:
+        return 2 * full  # it grows by doubling
+
+    @property
+    def length_limit(self) -> int:
+        return self.max_length
+
+    @property
+    def real_fp8(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def travels_in_fp8(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def gives_hidden_states(self) -> bool:
+        return self.device != "cuda"
+
+    def check_precision(self, rollout: RolloutPrecision) -> None:
+        if self.device == "auto" and numerics(rollout.precision, rollout.fp8) is not None:
+            raise ConfigError(
+                f"rollout.precision={rollout.precision}: on a GPU it is FP8, on a CPU a simulation in fp32, and the "
+                "trainer publishes for one of them; use engine.device=cuda or engine.device=cpu instead of auto"
+            )
+
+
+class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
     """vLLM's AsyncLLM inside the rollout actor; needs the extra `vllm`."""
 
     max_batch: Positive = 256
@@ -65,9 +214,89 @@ class VllmEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="vll
     """Doors that stay closed unless they are named here: code that comes with a model, and two of vLLM's environment
     variables, which let it unpickle what it is sent and serve its development endpoints (SECURITY.md)."""
 
+    @property
+    def may_use_gpu(self) -> bool:
+        return True
 
-class FakeEngine(Settings, frozen=True, kw_only=True, tag_field="type", tag="fake"):
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel
+
+    @property
+    def gpu_share(self) -> float:
+        return self.memory
+
+    def host_kv_cache(self, full: int, *, gpu: bool) -> int:
+        return 0 if gpu else self.cpu_cache_gib << 30
+
+    @property
+    def length_limit(self) -> int:
+        return self.max_length
+
+    @property
+    def real_fp8(self) -> bool:
+        return True
+
+    @property
+    def travels_in_fp8(self) -> bool:
+        return self.quantization == "fp8_per_block"
+
+    @property
+    def own_fp8(self) -> bool:
+        return self.quantization != "none" or self.kv_dtype == "fp8"
+
+    def without_fp8(self) -> Self:
+        return msgspec.structs.replace(self, quantization="none", kv_dtype="auto")
+
+    def in_precision(self, precision: str) -> Self:
+        """`rollout.precision` in vLLM's words; what is set for the engine stays."""
+        found = numerics(precision, Fp8())
+        if found is None:
+            return self
+        weights = "fp8" if found.weights and self.quantization == "none" else self.quantization
+        return msgspec.structs.replace(self, quantization=weights, kv_dtype="fp8" if found.kv else self.kv_dtype)
+
+    def check_precision(self, rollout: RolloutPrecision) -> None:
+        """Trainer and engine are told by different settings what is in FP8, and each would believe its own."""
+        found = numerics(rollout.precision, rollout.fp8)
+        weights, kv = found is not None and found.weights, found is not None and found.kv
+        if self.quantization != "none" and not weights and (found is not None or self.travels_in_fp8):
+            better = "fp8_full" if kv else "fp8"
+            raise ConfigError(
+                f"engine.quantization={self.quantization} has weights in FP8, and rollout.precision="
+                f"{rollout.precision} has not; use rollout.precision={better}, or engine.quantization=none"
+            )
+        if self.kv_dtype == "fp8" and found is not None and not kv:
+            raise ConfigError(
+                f"engine.kv_dtype=fp8 has keys and values in FP8, and rollout.precision={rollout.precision} has not; "
+                "use rollout.precision=fp8_full, or engine.kv_dtype=auto"
+            )
+        if weights and rollout.fp8.power_of_two:
+            raise ConfigError(
+                "rollout.fp8.power_of_two=true: vLLM chooses scales by itself; use rollout.fp8.power_of_two=false, or "
+                "engine=native"
+            )
+        if kv and rollout.kv_scales == "trainer" and self.attention == "FLASHINFER":
+            raise ConfigError(
+                "rollout.kv_scales=trainer: engine.attention=FLASHINFER has scales in its captured graphs, where new "
+                "ones do not reach them; use rollout.kv_scales=engine, or another engine.attention"
+            )
+
+    def model_problems(self, joined: Sequence[int]) -> Iterator[str]:
+        """vLLM joins these matrices with others of their layer."""
+        if not self.travels_in_fp8:
+            return
+        for size in {part for part in (size // self.tensor_parallel for size in joined) if part % SIDE}:
+            yield (
+                f"engine.quantization=fp8_per_block: vLLM joins matrices, and a block of {SIDE} would lie across the "
+                f"end of one with {size} outputs; use engine.quantization=fp8"
+            )
+
+
+class FakeEngine(EngineBase, frozen=True, kw_only=True, tag="fake"):
     """Deterministic engine without a model: scripted lengths and delays, for tests and simulation."""
+
+    has_model = False
 
     median_tokens: Positive = 16
     sigma: NonNegative = 0.8

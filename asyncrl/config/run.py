@@ -5,20 +5,21 @@ settings that could disagree.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 
-from asyncrl.config.algorithm import Algorithm, Correction, Grpo, Importance, Ppo, ReinforcePp
-from asyncrl.config.base import AboveZero, Fraction, Natural, NonNegative, Positive, Probability, Settings
-from asyncrl.config.drafter import DrafterSettings, NoDrafter, from_rollouts
-from asyncrl.config.engine import EngineSettings, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo, Importance
+from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.config.drafter import DrafterSettings, NoDrafter
+from asyncrl.config.engine import EngineSettings, NativeEngine
 from asyncrl.config.errors import explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
 from asyncrl.config.placement import Placement
 from asyncrl.config.precision import RolloutPrecision, check_precision
 from asyncrl.config.staleness import FixedStaleness, StalenessControl
-from asyncrl.config.task import ChainsTask, ReasoningGymTask, TaskSettings, check_judge
+from asyncrl.config.task import ChainsTask, TaskSettings
 from asyncrl.config.trackers import TrackerName
 from asyncrl.config.trainer import Trainer, check_trainer
 from asyncrl.config.user_code import Environment, Stages, check_environment
@@ -27,13 +28,31 @@ from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
 
 
-class Checkpoint(Settings, frozen=True, tag_field="type", tag="checkpoint"):
+class ModelBase(Chosen, frozen=True):
+    """What the rest of the code asks about the model that a run starts from."""
+
+    @property
+    def directory(self) -> Path | None:
+        """Where it is; None: it is made with the run."""
+        return None
+
+    @property
+    def warm_start(self) -> "WarmStart | None":
+        """How it is made; None: it is there."""
+        return None
+
+
+class Checkpoint(ModelBase, frozen=True, tag="checkpoint"):
     """Start from a Hugging Face model directory."""
 
     path: str
 
+    @property
+    def directory(self) -> Path:
+        return Path(self.path).expanduser()
 
-class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
+
+class WarmStart(ModelBase, frozen=True, tag="warm_start"):
     """Make a small model on the spot: fresh weights and a short supervised start on noisy worked examples."""
 
     hidden_size: Positive = 128
@@ -46,6 +65,10 @@ class WarmStart(Settings, frozen=True, tag_field="type", tag="warm_start"):
     lr: AboveZero = 3e-3
     noise: Fraction = 0.2
     """Chance that a worked step of the examples is wrong."""
+
+    @property
+    def warm_start(self) -> Self:
+        return self
 
 
 ModelSource = Checkpoint | WarmStart
@@ -216,10 +239,12 @@ def check(run: Run) -> None:
             "algorithm.dynamic_sampling=true drops groups of equal rewards, and with rollout.group_size=1 that is "
             "every group: raise rollout.group_size, or set algorithm.dynamic_sampling=false"
         )
-    if run.algorithm.kl.placement == "reward" and not isinstance(run.algorithm, Ppo | ReinforcePp):
+    if run.algorithm.kl.placement == "reward" and not run.algorithm.kl_in_reward:
+        members: tuple[type[AlgorithmBase], ...] = get_args(Algorithm)
+        able = " or ".join(sorted(str(each.__struct_config__.tag) for each in members if each.kl_in_reward))
         raise ConfigError(
-            f"algorithm.kl.placement=reward is not for algorithm={run.algorithm.__struct_config__.tag}; use "
-            "algorithm.kl.placement=loss, or algorithm=ppo or reinforce_pp"
+            f"algorithm.kl.placement=reward is not for algorithm={run.algorithm.kind}; use "
+            f"algorithm.kl.placement=loss, or algorithm={able}"
         )
     _check_normalized_weights(run)
     check_precision(run)
@@ -230,17 +255,14 @@ def check(run: Run) -> None:
     check_environment(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
-    if isinstance(run.task, ReasoningGymTask) and run.task.examples and not run.rollout.chat:
-        raise ConfigError(f"task.examples={run.task.examples} are turns of a chat: set rollout.chat=true")
-    check_judge(run.task, run.reward.function, run.reward.timeout_s)
+    run.task.check(run)
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
 
 
 def _check_normalized_weights(run: Run) -> None:
     """The mean weight divides the whole gradient at the step's end, so nothing unweighted may be in it."""
-    normalized = isinstance(run.correction, Importance) and run.correction.batch_normalize
-    if normalized and (
+    if run.correction.normalizes_weights and (
         run.algorithm.entropy or (run.algorithm.kl.coefficient and run.algorithm.kl.placement == "loss")
     ):
         raise ConfigError(
@@ -250,18 +272,20 @@ def _check_normalized_weights(run: Run) -> None:
 
 
 def _check_drafter(run: Run) -> None:
-    if isinstance(run.drafter, NoDrafter):
+    drafter, engine = run.drafter.drafting, run.engine
+    if drafter is None:
         return
-    if isinstance(run.engine, FakeEngine):
+    if not engine.has_model:
         raise ConfigError(
-            f"drafter={run.drafter.__struct_config__.tag} has nothing to draft for with engine=fake; use drafter=none"
+            f"drafter={drafter.kind} has nothing to draft for with engine={engine.kind}; use drafter=none"
         )
-    trees = [strategy for strategy in (run.drafter.strategy, *run.drafter.adaptive.strategies) if strategy.is_tree]
-    if trees and isinstance(run.engine, VllmEngine):
-        raise ConfigError(f"drafter.top_k={trees[0].top_k} drafts trees, which vLLM cannot check; use drafter.top_k=1")
-    if from_rollouts(run.drafter) and not (isinstance(run.engine, NativeEngine) and run.engine.device != "cuda"):
-        kind = "vllm" if isinstance(run.engine, VllmEngine) else "native on a GPU"
+    trees = [strategy for strategy in (drafter.strategy, *drafter.adaptive.strategies) if strategy.is_tree]
+    if trees and not engine.checks_trees:
         raise ConfigError(
-            f"drafter.training.source={run.drafter.training.source}: only engine=native on a CPU gives hidden states "
-            f"as it decodes, and not engine={kind}; use drafter.training.source=trainer"
+            f"drafter.top_k={trees[0].top_k} drafts trees, which engine={engine.kind} cannot check; use drafter.top_k=1"
+        )
+    if (head := drafter.head) is not None and head.from_rollouts and not engine.gives_hidden_states:
+        raise ConfigError(
+            f"drafter.training.source={head.training.source}: only engine=native on a CPU gives hidden states "
+            f"as it decodes, and not engine={engine.label}; use drafter.training.source=trainer"
         )

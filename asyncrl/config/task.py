@@ -1,15 +1,44 @@
-"""Where prompts come from."""
+"""Where prompts come from, and what the rest of the code asks about a task.
 
-from typing import Annotated, Any
+A new one is a struct here, its name in `TaskSettings`, and a line in `asyncrl.tasks.registry`.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from asyncrl.config.base import AboveZero, Natural, NonNegative, Positive, Settings
+from asyncrl.config.base import AboveZero, Chosen, Natural, NonNegative, Positive, Settings
 from asyncrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from asyncrl.config.run import Run
 
-class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
+HeldOut = Annotated[float, Meta(ge=0, lt=1)]
+KILL_S = 5.0
+"""For making a sandbox and ending it, beside the program's own time."""
+
+
+class TaskBase(Chosen, frozen=True):
+    """What the rest of the code asks about a task."""
+
+    judge: ClassVar[str] = ""
+    """The reward function that it comes with, where the default reward cannot judge its completions."""
+
+    @property
+    def worked_examples(self) -> "ChainsTask | None":
+        """Settings that a warm start can write worked examples from; None: it cannot."""
+        return None
+
+    def check(self, run: "Run") -> None:
+        """Refuse a reward that would call right completions wrong, and other settings that do not go with the task."""
+        if self.judge and run.reward.function.startswith("asyncrl.tasks.chains:"):
+            raise ConfigError(
+                f"reward.function={run.reward.function} cannot judge task={self.kind}; set reward.function={self.judge}"
+            )
+
+
+class ChainsTask(TaskBase, frozen=True, tag="chains"):
     """Chains of small additions with labels; sizes are drawn long-tailed."""
 
     median_size: Annotated[int, Meta(ge=2, le=25)] = 3
@@ -23,11 +52,12 @@ class ChainsTask(Settings, frozen=True, tag_field="type", tag="chains"):
         if self.median_size > self.max_size:
             raise ValueError(f"median_size={self.median_size} is more than max_size={self.max_size}")
 
+    @property
+    def worked_examples(self) -> "ChainsTask":
+        return self
 
-HeldOut = Annotated[float, Meta(ge=0, lt=1)]
 
-
-class Columns(Settings, frozen=True):
+class Columns(TaskBase, frozen=True):
     """Which columns of a table are what."""
 
     prompt: str = "prompt"
@@ -42,19 +72,19 @@ class Columns(Settings, frozen=True):
         return self.answer or "answer"
 
 
-class JsonlTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="jsonl"):
+class JsonlTask(Columns, frozen=True, kw_only=True, tag="jsonl"):
     """Prompts from a JSON-lines file."""
 
     path: str
 
 
-class ParquetTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="parquet"):
+class ParquetTask(Columns, frozen=True, kw_only=True, tag="parquet"):
     """Prompts from a Parquet file, or from all of a directory."""
 
     path: str
 
 
-class DatasetTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="dataset"):
+class DatasetTask(Columns, frozen=True, kw_only=True, tag="dataset"):
     """Prompts from a Hugging Face dataset; needs the extra `datasets`."""
 
     name: str
@@ -64,7 +94,7 @@ class DatasetTask(Columns, frozen=True, kw_only=True, tag_field="type", tag="dat
     split: str = "train"
 
 
-class PythonTask(Settings, frozen=True, tag_field="type", tag="python"):
+class PythonTask(TaskBase, frozen=True, tag="python"):
     """Prompts from a function of your own."""
 
     function: str
@@ -91,8 +121,10 @@ class Limits(Settings, frozen=True):
     """All files together; they are in memory."""
 
 
-class CodeTask(Settings, frozen=True, tag_field="type", tag="code"):
+class CodeTask(TaskBase, frozen=True, tag="code"):
     """Programs to write, from a JSON-lines file with the fields `prompt` and `tests`; judged by running them."""
+
+    judge = "asyncrl.rewards.code:reward"
 
     path: str
     held_out: HeldOut = 0.05
@@ -100,9 +132,21 @@ class CodeTask(Settings, frozen=True, tag_field="type", tag="code"):
     limits: Limits = Limits()
     """What the program of one answer may use."""
 
+    def check(self, run: "Run") -> None:
+        """Also a reward that would be killed over programs that are merely slow."""
+        super().check(run)
+        least = self.limits.wall_s + KILL_S
+        if run.reward.timeout_s < least:
+            raise ConfigError(
+                f"reward.timeout_s={run.reward.timeout_s:g} would drop programs that run into task.limits.wall_s="
+                f"{self.limits.wall_s:g} instead of giving them 0; set reward.timeout_s={least:g}"
+            )
 
-class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_gym"):
+
+class ReasoningGymTask(TaskBase, frozen=True, tag="reasoning_gym"):
     """Questions of a reasoning-gym dataset, which also judges the answers; needs the extra `reasoning`."""
+
+    judge = "asyncrl.tasks.reasoning_gym:graded_reward"
 
     dataset: str
     """Its name in reasoning-gym, such as `chain_sum`."""
@@ -113,26 +157,10 @@ class ReasoningGymTask(Settings, frozen=True, tag_field="type", tag="reasoning_g
     examples: Natural = 0
     """Solved questions shown before each one, as earlier turns of the chat."""
 
+    def check(self, run: "Run") -> None:
+        if self.examples and not run.rollout.chat:
+            raise ConfigError(f"task.examples={self.examples} are turns of a chat: set rollout.chat=true")
+        super().check(run)
+
 
 TaskSettings = ChainsTask | JsonlTask | ParquetTask | DatasetTask | PythonTask | CodeTask | ReasoningGymTask
-JUDGES: dict[type[TaskSettings], str] = {
-    ReasoningGymTask: "asyncrl.tasks.reasoning_gym:graded_reward",
-    CodeTask: "asyncrl.rewards.code:reward",
-}
-"""Of tasks that the default reward cannot judge."""
-KILL_S = 5.0
-"""For making a sandbox and ending it, beside the program's own time."""
-
-
-def check_judge(task: TaskSettings, function: str, timeout_s: float) -> None:
-    """Refuse a reward that would call right answers wrong, or be killed over programs that are merely slow."""
-    if type(task) in JUDGES and function.startswith("asyncrl.tasks.chains:"):
-        raise ConfigError(
-            f"reward.function={function} cannot judge task={task.__struct_config__.tag}; set reward.function="
-            f"{JUDGES[type(task)]}"
-        )
-    if isinstance(task, CodeTask) and timeout_s < task.limits.wall_s + KILL_S:
-        raise ConfigError(
-            f"reward.timeout_s={timeout_s:g} would drop programs that run into task.limits.wall_s="
-            f"{task.limits.wall_s:g} instead of giving them 0; set reward.timeout_s={task.limits.wall_s + KILL_S:g}"
-        )

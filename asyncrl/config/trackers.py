@@ -1,8 +1,11 @@
-"""Which trackers there are, and what stands in the way of those that a run wants."""
+"""Which trackers there are, and what stands in the way of those that a run wants.
+
+A new tracker is its name and a line here, and a file with a line in `asyncrl.observe.trackers.registry`.
+"""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 """Each is an extra of ours."""
@@ -10,14 +13,36 @@ EXPORTS = ("aiohttp_cors", "opencensus", "prometheus_client")
 """Without these of ray[default] a node of Ray exports nothing."""
 
 
+class TrackerTraits(NamedTuple):
+    """What a tracker needs."""
+
+    packages: tuple[str, ...]
+    """Importable names."""
+    distribution: str
+    """What people install to have them."""
+    through_ray: bool = False
+    """Ray carries the figures, so that there has to be one."""
+
+
+TRACKERS: dict[TrackerName, TrackerTraits] = {
+    "tensorboard": TrackerTraits(("tensorboard",), "tensorboard"),
+    "wandb": TrackerTraits(("wandb",), "wandb"),
+    "mlflow": TrackerTraits(("mlflow",), "mlflow"),
+    "trackio": TrackerTraits(("trackio",), "trackio"),
+    "prometheus": TrackerTraits(EXPORTS, "ray[default]", through_ray=True),
+}
+
+
 def problems(trackers: Sequence[TrackerName], cluster: str) -> Iterator[str]:
     """A sentence for each tracker that cannot work here, with the way out."""
-    if "prometheus" in trackers and cluster == "inprocess":
-        yield "trackers=[prometheus] exports through Ray, and cluster=inprocess has none; use cluster=local"
     for name in trackers:
-        what, packages = ("ray[default]", EXPORTS) if name == "prometheus" else (name, (name,))
-        if not all(map(is_installed, packages)):
-            yield f"trackers=[{name}] needs {what}: pip install 'asyncrl[{name}]', or leave it out"
+        if TRACKERS[name].through_ray and cluster == "inprocess":
+            yield f"trackers=[{name}] exports through Ray, and cluster=inprocess has none; use cluster=local"
+    for name in trackers:
+        if not all(map(is_installed, TRACKERS[name].packages)):
+            yield (
+                f"trackers=[{name}] needs {TRACKERS[name].distribution}: pip install 'asyncrl[{name}]', or leave it out"
+            )
 
 
 def is_installed(package: str) -> bool:

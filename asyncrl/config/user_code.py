@@ -1,16 +1,15 @@
-"""Stages: functions of the user's between the reward and the buffer."""
+"""Functions of the user's: the reward, the environment, and stages between the reward and the buffer.
+
+Each runs in processes of its own that can be killed; `Called` is what they have in common.
+"""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from asyncrl.config.base import AboveZero, Positive, Settings
-from asyncrl.config.engine import FakeEngine
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.config.run import Run
-
-
-# What functions of the user's have in common, and the settings of the judge.
 
 
 class Called(Settings, frozen=True):
@@ -36,11 +35,8 @@ class Reward(Called, frozen=True):
     """Where programs cannot be contained, run the model's code all the same, as you and with all that you can do."""
 
 
-# An environment: a function of the user's that answers the model, turn by turn.
-
-
 class Environment(Called, frozen=True):
-    """Tools, games, users: whatever speaks between two turns of the model. What it says is given, never learned."""
+    """Tools, games, users: whatever answers the model, turn by turn. What it says is given, never learned."""
 
     KIND = "environment"
 
@@ -59,8 +55,10 @@ def check_environment(run: "Run") -> None:
         return
     if not run.environment.on:
         raise ConfigError("environment.* is set and environment.function is not: name the function, or leave it out")
-    if isinstance(run.engine, FakeEngine):
-        raise ConfigError("environment.function has nothing to answer with engine=fake, which writes no text")
+    if not run.engine.has_model:
+        raise ConfigError(
+            f"environment.function has nothing to answer with engine={run.engine.kind}, which writes no text"
+        )
     if run.environment.max_turns == 1:
         raise ConfigError("environment.max_turns=1 ends every answer before the environment is asked; set 2 or more")
 

@@ -1,4 +1,7 @@
-"""Text to token ids and back, from the files of a Hugging Face model directory, with the `tokenizers` package alone."""
+"""Text to token ids and back, from the files of a Hugging Face model directory, with the `tokenizers` package alone.
+
+Chats are rendered by the model's own template the way transformers renders them, without transformers.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,8 +22,7 @@ from asyncrl.config import Rollout
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.types import Prompt
 
-# Chat templates: turns as the model was trained to see them, rendered the way transformers renders them.
-
+PAD = "<pad>"
 ROLES = ("user", "assistant")
 MARKS = ("asyncrl-answer", "asyncrl-reply")
 """Stand for turns where only what is around them is of interest."""
@@ -107,9 +109,6 @@ def _raise(message: str) -> NoReturn:
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-PAD = "<pad>"
 
 
 class Tokenizer:

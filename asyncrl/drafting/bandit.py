@@ -1,4 +1,20 @@
-"""How a bandit in another process reports, and is told what to do: by two small files, wherever that process is put."""
+"""Which strategy to draft with, by the number of running answers: epsilon-greedy on tokens per second, per range.
+
+**Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the
+steps' seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must
+not matter, so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of
+two kinds, with and without new prompts, while a step with drafts takes as many prompts as several plain ones.
+
+**Exploration.** An arm without figures is tried first. Later, `epsilon` of the time is shared equally by the arms not
+in use, in short runs, since a single odd step would only measure the switch; the first steps after a switch are not
+counted. The share of an arm falls with the sixth power of its rate relative to the best one, 0.5 at 0.9 and 0.1 at
+0.7, but not below an eighth: it is still looked at, because acceptance changes as the policy and the drafter move.
+
+**Choice.** The arm in use changes only for one that is 2 % better, so that equal ones do not alternate.
+
+`Speculation` at the end is for a bandit in another process, as inside vLLM: it reports, and is told what to do, by two
+small files, wherever that process is put.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,24 +24,9 @@ from statistics import mean
 
 import msgspec
 
-from asyncrl.config.drafter import Drafting, Eagle3Drafter, EagleDrafter, NgramDrafter, Strategy
+from asyncrl.config.drafter import ActiveDrafter, Drafting, Strategy
 from asyncrl.types import SpeculationArm
 
-# Which strategy to draft with, by the number of running answers: epsilon-greedy on tokens per second, per range.
-#
-# **Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the
-# steps' seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must
-# not matter, so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of
-# two kinds, with and without new prompts, while a step with drafts takes as many prompts as several plain ones.
-#
-# **Exploration.** An arm without figures is tried first. Later, `epsilon` of the time is shared equally by the arms not
-# in use, in short runs, since a single odd step would only measure the switch; the first steps after a switch are not
-# counted. The share of an arm falls with the sixth power of its rate relative to the best one, 0.5 at 0.9 and 0.1 at
-# 0.7, but not below an eighth: it is still looked at, because acceptance changes as the policy and the drafter move.
-#
-# **Choice.** The arm in use changes only for one that is 2 % better, so that equal ones do not alternate.
-
-PLAIN = Strategy(depth=0)
 SETTLE = 2
 """Steps after a switch that are not counted."""
 RUN_ANSWERS, SHORTEST_RUN, LONGEST_RUN = 64, 8, 32
@@ -88,7 +89,7 @@ class Bandit:
         self._settings = drafter.adaptive
         self._random = Random(seed)
         self._ranges = [
-            Range(first=first, arms=[Arm(strategy) for strategy in strategies(drafter)])
+            Range(first=first, arms=[Arm(strategy) for strategy in drafter.strategies])
             for first in drafter.adaptive.ranges
         ]
         self._restore(learned)
@@ -174,13 +175,6 @@ def _run(batch: int) -> int:
     return SETTLE + min(max(RUN_ANSWERS // max(batch, 1), SHORTEST_RUN), LONGEST_RUN)
 
 
-def strategies(drafter: Drafting) -> list[Strategy]:
-    """Plain decoding and the given ones; if none are given, chains of 1, 2, 4, ... and what the drafter is set to."""
-    depths = [1 << power for power in range(drafter.tokens.bit_length()) if 1 << power < drafter.tokens]
-    chains = [*(Strategy(depth=depth) for depth in depths), drafter.strategy]
-    return [PLAIN, *(strategy for strategy in drafter.adaptive.strategies or chains if strategy.depth)]
-
-
 class Report(msgspec.Struct, frozen=True):
     """What the process with the bandit says."""
 
@@ -194,7 +188,7 @@ class Report(msgspec.Struct, frozen=True):
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """What that process has to know, and the folder in which it and our engine write to each other."""
 
-    drafter: NgramDrafter | EagleDrafter | Eagle3Drafter
+    drafter: ActiveDrafter
     folder: str
 
     def report(self) -> Report:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.config.drafter import Eagle3Drafter, HeadDrafter
+from asyncrl.config.drafter import HeadDrafter
 from asyncrl.drafting.heads import Head, HeadConfig, Kind, default_taps
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import WEIGHTS
@@ -85,15 +85,14 @@ def load_head(directory: Path | str, target: ModelConfig, dtype: torch.dtype = t
 
 def head_config(drafter: HeadDrafter, target: ModelConfig) -> HeadConfig:
     """The shape of a fresh head."""
-    if not isinstance(drafter, Eagle3Drafter):
-        return HeadConfig(kind="eagle", target=target, vocabulary=target.vocabulary)
-    wanted = drafter.draft_vocabulary or target.vocabulary
+    wanted = drafter.vocabulary or target.vocabulary
     if wanted > target.vocabulary:
         raise ConfigError(
             f"drafter.draft_vocabulary={wanted} is more than the model's vocabulary of {target.vocabulary} tokens; "
             f"0 means all of them"
         )
-    return HeadConfig(kind="eagle3", target=target, taps=default_taps(target.layers), vocabulary=wanted)
+    taps = () if drafter.uses_target_output else default_taps(target.layers)
+    return HeadConfig(kind=drafter.architecture, target=target, taps=taps, vocabulary=wanted)
 
 
 def fresh_head(

@@ -21,14 +21,16 @@ from asyncrl.config.drafter import DrafterTraining
 from asyncrl.drafting.windows import SENT_DTYPE, Window
 from asyncrl.types import GIVEN, Trajectory
 
-# Which answers give hidden states to the drafter: each with the same chance, which follows from the step before.
-#
-# A step has more tokens than the drafter may get. First come, first served would take short answers, which are complete
-# first.
+SHORTEST = 2
+"""A window of one token has nothing to draft."""
 
 
 class Budget:
-    """For one source of windows, per training step."""
+    """Which answers of a training step one source gives: each with the same chance, which follows from the step before.
+
+    A step has more tokens than the drafter may get. First come, first served would take short answers, which are
+    complete first.
+    """
 
     def __init__(self, tokens: int, longest: int, seed: int) -> None:
         """`tokens` of a step are given, at most one answer more; `longest` of one answer."""
@@ -56,10 +58,6 @@ class Budget:
         """An answer that was `offered` before its end was known is so much shorter; so much more may be taken."""
         self._offered -= offered
         self._left += left
-
-
-SHORTEST = 2
-"""A window of one token has nothing to draft."""
 
 
 class Part(NamedTuple):

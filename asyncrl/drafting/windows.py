@@ -13,7 +13,7 @@ import pyarrow
 import torch
 from torch import Tensor
 
-from asyncrl.data import ipc
+from asyncrl.data import untrusted
 from asyncrl.types import Slot
 
 pa = cast(Any, pyarrow)  # its type stubs are incomplete: half of what is used here is unknown to them
@@ -86,7 +86,7 @@ def encode(windows: Sequence[Window]) -> bytes:
 
 def decode(payload: bytes) -> list[Window]:
     """Read them back, or raise ValueError with what is wrong with them."""
-    batch = ipc.read_batch(payload, SCHEMA, "a payload of windows")
+    batch = untrusted.read_batch(payload, SCHEMA, "a payload of windows")
     columns = {name: batch.column(name) for name in COLUMNS}
     return [_window({name: column[row] for name, column in columns.items()}) for row in range(batch.num_rows)]
 

@@ -6,16 +6,39 @@ milliseconds. An answer is known when it is admitted; a step only moves a clock,
 
 import heapq
 import math
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from asyncrl.config.drafter import DrafterSettings
 from asyncrl.config.engine import FakeEngine as Settings
+from asyncrl.config.precision import Fp8
+from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import CooperativeEngine, Job
 from asyncrl.errors import EngineError
 from asyncrl.types import EngineStats, Finish, Ints, Request, Segment, WeightAck, WeightManifest
+
+if TYPE_CHECKING:
+    from asyncrl.drafting.hidden_capture import RolloutTap
+
+
+def build_fake(
+    model_path: Path,
+    settings: Settings,
+    drafter: DrafterSettings,
+    *,
+    name: str,
+    precision: str = "fp32",
+    fp8: Fp8 | None = None,
+    tap: "RolloutTap | None" = None,
+    learned: Sequence[Range] = (),
+) -> "FakeEngine":
+    """It has no model, so that only its own settings matter."""
+    return FakeEngine(settings, name=name)
 
 
 class _Answer(NamedTuple):

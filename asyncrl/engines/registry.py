@@ -1,75 +1,75 @@
-"""From settings to an engine. Each engine is imported only when chosen."""
+"""Every engine, by its settings. Each is imported only when chosen; nothing here needs torch.
 
-from collections.abc import Sequence
-from functools import partial
+A new one is its settings in `asyncrl.config.engine`, a file with a `Build` function, and a line here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asyncrl.config import Run
 from asyncrl.config.drafter import DrafterSettings
-from asyncrl.config.engine import FakeEngine, NativeEngine, VllmEngine
-from asyncrl.config.precision import Fp8, numerics
+from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.precision import Fp8
 from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
-from asyncrl.engines.vllm import environment
-from asyncrl.errors import MissingDependencyError
-from asyncrl.system import minimum_versions
 
 if TYPE_CHECKING:
     from asyncrl.drafting.hidden_capture import RolloutTap
 
 
+class Build(Protocol):
+    """From settings to an engine that has not started yet."""
+
+    def __call__(
+        self,
+        model_path: Path,
+        settings: Any,
+        drafter: DrafterSettings,
+        *,
+        name: str,
+        precision: str = "fp32",
+        fp8: Fp8 | None = None,
+        tap: "RolloutTap | None" = None,
+        learned: Sequence[Range] = (),
+    ) -> Engine:
+        """`tap`: where hidden states for a drafter go; `learned` about drafting by an engine before this one."""
+        ...
+
+
+class Entry(NamedTuple):
+    """Both as `module:function`."""
+
+    build: str
+    """A `Build`."""
+    problems: str = ""
+    """Called with the run and its engine's settings before anything starts, also where there is no torch: a sentence
+    for each thing that stands in the way here, with the way out."""
+
+
+ENGINES: dict[type[EngineBase], Entry] = {
+    NativeEngine: Entry("asyncrl.engines.native.build:build_native"),
+    VllmEngine: Entry("asyncrl.engines.vllm.build:build_vllm", problems="asyncrl.engines.vllm.build:problems"),
+    FakeEngine: Entry("asyncrl.engines.fake:build_fake"),
+}
+
+
 def build_engine(
     run: Run, model_path: Path, *, name: str, tap: "RolloutTap | None" = None, learned: Sequence[Range] = ()
 ) -> Engine:
-    """`tap`: where hidden states for a drafter go (native engine on a CPU); `learned` by an engine before this one."""
-    match run.engine:
-        case FakeEngine():
-            from asyncrl.engines.fake import FakeEngine as Fake
-
-            return Fake(run.engine, name=name)
-        case NativeEngine():
-            from asyncrl.engines.native.build import build_native
-
-            build = partial(build_native, model_path, run.engine, tap=tap)
-        case VllmEngine():
-            build = partial(build_vllm, model_path, run.engine)
+    build: Build = _load(ENGINES[type(run.engine)].build)
     precision, fp8 = run.rollout.precision, run.rollout.fp8
-    return build(run.drafter, name=name, precision=precision, fp8=fp8, learned=learned)
+    return build(model_path, run.engine, run.drafter, name=name, precision=precision, fp8=fp8, tap=tap, learned=learned)
 
 
-def takes_adapters(run: Run) -> bool:
-    """Whether the engines merge adapters into the weights that they were started with; others get merged weights."""
-    plain = numerics(run.rollout.precision, run.rollout.fp8) is None
-    return isinstance(run.engine, NativeEngine) and plain and not on_gpu(run)
+def problems(run: Run) -> Iterator[str]:
+    """What stands in the way of the run's engine on this machine."""
+    if where := ENGINES[type(run.engine)].problems:
+        find: Callable[[Run, Any], Iterator[str]] = _load(where)
+        yield from find(run, run.engine)
 
 
-def on_gpu(run: Run) -> bool:
-    """Whether the engines of a run compute on a GPU, where there is one."""
-    match run.engine:
-        case NativeEngine():
-            from asyncrl.engines.native.build import on_gpu as native_on_gpu
-
-            return native_on_gpu(run.engine, run.drafter)
-        case VllmEngine():
-            return True
-        case FakeEngine():
-            return False
-
-
-def build_vllm(
-    model_path: Path,
-    settings: VllmEngine,
-    drafter: DrafterSettings,
-    *,
-    name: str,
-    precision: str = "fp32",
-    fp8: Fp8 | None = None,
-    learned: Sequence[Range] = (),
-) -> Engine:
-    if wrong := minimum_versions.problem(minimum_versions.installed()):
-        raise MissingDependencyError(wrong)
-    environment.prepare(settings, precision)  # vLLM reads some of it when it is imported
-    from asyncrl.engines.vllm.engine import VllmEngine as Vllm
-
-    return Vllm(model_path, settings, drafter, name=name, precision=precision, fp8=fp8, learned=learned)
+def _load(location: str) -> Any:
+    module, name = location.split(":")
+    return getattr(import_module(module), name)

@@ -1,26 +1,33 @@
-"""How many requests one engine is given at a time: what it says of itself in, a limit out. Pure: no clock of its own.
+"""The traffic of one engine: how many requests it has in flight, and how long finished completions wait to be sent.
 
-Additive increase, multiplicative decrease, as in congestion control. Requests that an engine cannot run lie in its
-queue, where nobody else can take them, or worse, are thrown out of its KV cache and computed again; too few leave the
-batch small. So the limit grows while it is used up and nothing queues, is cut when something does, and stays where a
-raise did not bring more tokens per second: from there on larger batches only make each answer slower.
+The limit in flight is set by additive increase, multiplicative decrease, as in congestion control. Pure: the engine's
+load in, a limit out. Requests that an engine cannot run lie in its queue, where no other engine can take them, or
+worse, are preempted and computed again; too few leave the batch small. So the limit grows while it is used up and
+nothing queues, is cut when something does, and stays where a raise did not bring more tokens per second: from there on
+larger batches only make each completion slower.
 """
 
 from typing import NamedTuple
 
 from asyncrl.config.fleet import Concurrency
 
+GATHER_SECONDS = 0.05
+"""Least time that finished completions wait for others, to go to the buffer in one call."""
+LONGEST_SECONDS = 1.0
+CALLS_PER_SECOND = 100
+"""That the engines of a run make together: one buffer serves them all, and a call costs it more than what is in it."""
+
 
 class Pressure(NamedTuple):
-    """What an engine says of itself; counters are since its start."""
+    """What an engine reports of its load; counters are since its start."""
 
     running: int
     waiting: int
     generated_tokens: int
     preempted: int = 0
-    """Requests that lost their place in the KV cache and are computed again."""
+    """Requests that were thrown out of the KV cache and are computed again."""
     recomputed: int = 0
-    """Tokens computed again for weight updates, which takes places away as well; that is no lack of memory."""
+    """Tokens computed again for weight updates, which preempt as well; that is no lack of memory."""
 
 
 class _Raise(NamedTuple):
@@ -69,3 +76,8 @@ def _is_full(before: Pressure, now: Pressure) -> bool:
     """What waits at one look only may have come in that very moment."""
     thrown_out = now.preempted > before.preempted and now.recomputed == before.recomputed
     return thrown_out or (before.waiting > 0 and now.waiting > 0)
+
+
+def gather_seconds(engines: int) -> float:
+    """With many engines the completions of each wait longer, so that calls to the buffer stay few."""
+    return min(max(GATHER_SECONDS, engines / CALLS_PER_SECOND), LONGEST_SECONDS)

@@ -1,4 +1,27 @@
-"""Who waits for whom, as shares of time. Pure: two levels, integrated over a clock that is passed in."""
+"""How many engines a run should have: shares of waiting in, the wanted number out. Pure: no Ray, no clock of its own.
+
+Who waits for whom says which side is too small. Let w be the share of time in which the trainer waited for groups,
+and r the share of the engines' rows that were empty because no ticket was given. n engines that are busy 1 - r of the
+time feed a trainer that is busy 1 - w of it, so both would be busy all the time with
+
+    balance = n * (1 - r) / (1 - w)
+
+engines. The median of w - r over a window decides whether to move at all: above `grow_above` or below
+`-shrink_above`, and between them lies the dead band. A move goes to the balance, rounded up, at most to the double or
+the half. Rounding up is what keeps it from swinging: after it the pool has room to spare of less than one engine, and
+a pool is made smaller only if the balance fits into fewer. If both sides wait, for a long tail or for a weight
+update, w - r is small, and the pool stays: another engine would wait as well. Each move that takes the one before it
+back doubles the cool-down, up to 16 times, until one goes on in the same direction: near a balance shares are noisy.
+
+Requests that queue up inside the engines are short of KV cache, not of time. They count as a reason to grow at half
+the threshold, and forbid to shrink.
+
+    steady --median leaves the band--> resizing --size reached, then `cooldown_s`--> steady
+      |
+      +-- `refused`: the cluster has no more; stay, and ask again much later
+
+`WaitMeter` measures w and r: two levels, integrated over a clock that is passed in.
+"""
 
 from collections import deque
 from math import ceil
@@ -6,28 +29,6 @@ from statistics import median
 from typing import NamedTuple
 
 from asyncrl.config.fleet import Elastic
-
-# How many engines a run should have: shares of waiting in, the wanted number out. Pure: no Ray, no clock of its own.
-#
-# Who waits for whom says which side is too small. Let w be the share of time in which the trainer waited for groups,
-# and r the share of the engines' rows that were empty because no place was given. n engines that are busy 1 - r of the
-# time feed a trainer that is busy 1 - w of it, so both would be busy all the time with
-#
-# balance = n * (1 - r) / (1 - w)
-#
-# engines. The median of w - r over a window decides whether to move at all: above `grow_above` or below
-# `-shrink_above`, and between them lies the dead band. A move goes to the balance, rounded up, at most to the double or
-# the half. Rounding up is what keeps it from swinging: after it the pool has room to spare of less than one engine, and
-# a pool is made smaller only if the balance fits into fewer. If both sides wait, for a long tail or for a weight
-# update, w - r is small, and the pool stays: another engine would wait as well. Each move that takes the one before it
-# back doubles the cool-down, up to 16 times, until one goes on in the same direction: near a balance shares are noisy.
-#
-# Requests that queue up inside the engines are short of KV cache, not of time. They count as a reason to grow at half
-# the threshold, and forbid to shrink.
-#
-# settled --median leaves the band--> resizing --size reached, then `cooldown_s`--> settled
-# |
-# +-- `refused`: the cluster has no more; stay, and ask again much later
 
 REVERSALS = 4
 """Doublings of the cool-down, at most."""
@@ -52,30 +53,30 @@ class Resize(NamedTuple):
 
 
 class ElasticPolicy:
-    """`observe` once per interval; times are seconds of any one clock. Told the same, it decides the same."""
+    """`observe` once per interval; times are seconds of any one clock. Deterministic in what it observes."""
 
     def __init__(self, settings: Elastic, replicas: int) -> None:
         """The run begins with `replicas` engines."""
         self._settings = settings
         self.wanted = min(max(replicas, settings.min), settings.max)
         self._recent: deque[Measured] = deque(maxlen=settings.window)
-        self._settled_at: float | None = None
-        """When the pool reached the size that is wanted; none while it is on its way there."""
+        self._steady_since: float | None = None
+        """When the pool reached the wanted size; None while it is resizing."""
         self._ceiling, self._ceiling_until = settings.max, 0.0
         self._last_move = self._reversals = 0
 
     def observe(self, now: float, size: int, measured: Measured) -> Resize | None:
         """What was measured with `size` engines that serve. A figure from before the last change says nothing."""
         if size != self.wanted:
-            self._settled_at = None
+            self._steady_since = None
             self._recent.clear()
             return None
-        if self._settled_at is None:
-            self._settled_at = now
+        if self._steady_since is None:
+            self._steady_since = now
             return None  # part of the interval was spent at another size
         self._recent.append(measured)
         cooldown_s = self._settings.cooldown_s * 2**self._reversals
-        if len(self._recent) < self._settings.window or now - self._settled_at < cooldown_s:
+        if len(self._recent) < self._settings.window or now - self._steady_since < cooldown_s:
             return None
         return self._judge(now, size)
 
@@ -108,12 +109,12 @@ class ElasticPolicy:
 
     def _move(self, wanted: int) -> None:
         self.wanted = wanted
-        self._settled_at = None
+        self._steady_since = None
         self._recent.clear()
 
 
 class WaitMeter:
-    """Told of every change; `read` gives the shares since it was last called."""
+    """Call it at every change; `read` gives the shares of time since it was last called."""
 
     def __init__(self, now: float) -> None:
         self._since = self._seen = now
@@ -126,7 +127,7 @@ class WaitMeter:
         self._waits = waits
 
     def rollout(self, now: float, empty: float) -> None:
-        """The share of the engines' rows, 0 to 1, that are empty from now on because no place is given."""
+        """The share of the engines' rows, 0 to 1, that are empty from now on because no ticket is given."""
         self._advance(now)
         self._empty = empty
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import floor
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter
-from asyncrl.config.engine import FakeEngine, NativeEngine, VllmEngine
 from asyncrl.config.placement import Role
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ class Offer(NamedTuple):
 def demands(run: "Run", offer: Offer, engines: int | None = None) -> dict[str, Demand]:
     """By role, in the order in which they are placed; `engines` is `rollout.replicas` unless said otherwise."""
     own_cards = offer.attached and max(offer.total.get(GPU, 0.0), (offer.could_have or {}).get(GPU, 0.0)) > 1
-    drafter = run.drafter if isinstance(run.drafter, EagleDrafter | Eagle3Drafter) and run.drafter.training.on else None
+    drafter = run.drafter.head if run.drafter.trains else None
     counts = {
         "buffer": 1,
         "reward": 1,
@@ -91,13 +89,9 @@ def demands(run: "Run", offer: Offer, engines: int | None = None) -> dict[str, D
 
 
 def _cards_per_engine(run: "Run", own_cards: bool) -> float:
-    match run.engine:
-        case VllmEngine(tensor_parallel=cards):
-            return float(cards) if own_cards or cards > 1 else 0.0
-        case NativeEngine(device=device):
-            return float(own_cards and device != "cpu")
-        case FakeEngine():
-            return 0.0
+    """0 where it shares the machine's card with the others."""
+    engine = run.engine
+    return float(engine.gpus) if engine.may_use_gpu and (own_cards or engine.gpus > 1) else 0.0
 
 
 def _bundle(role: Role, usual: Mapping[str, float], offer: Offer) -> dict[str, float]:

@@ -17,11 +17,11 @@ left out before the next window begins; otherwise one cause would move it severa
 
 from collections import deque
 from collections.abc import Mapping
-from math import inf, isfinite
+from math import isfinite
 from statistics import median
 from typing import NamedTuple
 
-from asyncrl.config.staleness import EssBand, FixedStaleness, KlBand, StalenessControl
+from asyncrl.config.staleness import Band, StalenessControl
 
 
 class Decision(NamedTuple):
@@ -34,10 +34,10 @@ class Decision(NamedTuple):
 
 
 class StalenessController:
-    """`observe` after each optimizer step. Told the same figures, it decides the same."""
+    """`observe` after each optimizer step. Deterministic in the figures it observes."""
 
     def __init__(self, settings: StalenessControl, max_staleness: int) -> None:
-        self._band = None if isinstance(settings, FixedStaleness) else settings
+        self._band = settings.band
         self._ladder = _ladder(self._band, max_staleness)
         self._rung = max_staleness if self._band else 0
         self._recent: deque[float] = deque(maxlen=self._band.window if self._band else 1)
@@ -67,7 +67,7 @@ class StalenessController:
             self._rung = rung
 
 
-def _ladder(band: EssBand | KlBand | None, max_staleness: int) -> tuple[Decision, ...]:
+def _ladder(band: Band | None, max_staleness: int) -> tuple[Decision, ...]:
     if band is None:
         return (Decision(max_staleness, 1),)
     rarest = min(band.publish_every_max, max_staleness)
@@ -77,14 +77,13 @@ def _ladder(band: EssBand | KlBand | None, max_staleness: int) -> tuple[Decision
     )
 
 
-def _signal(band: EssBand | KlBand, figures: Mapping[str, float]) -> float:
+def _signal(band: Band, figures: Mapping[str, float]) -> float:
     """The figure that the band is about. Not finite means ratios past all bounds, and counts as the worst."""
-    if isinstance(band, EssBand):
-        return figures["ess"] if isfinite(figures["ess"]) else 0.0
-    return figures["mismatch_kl"] if isfinite(figures["mismatch_kl"]) else inf
+    value = figures[band.figure]
+    return value if isfinite(value) else band.worst
 
 
-def _direction(band: EssBand | KlBand, value: float) -> int:
+def _direction(band: Band, value: float) -> int:
     """-1 to tighten, +1 to loosen, 0 inside the band."""
     above, below = value > band.high, value < band.low
-    return above - below if isinstance(band, EssBand) else below - above
+    return above - below if band.worst < band.low else below - above

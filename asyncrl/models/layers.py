@@ -1,10 +1,14 @@
-"""Rotary position embedding in the rotate-half convention of Hugging Face checkpoints.
+"""RMS normalisation and rotary position embedding, in few operations.
 
 Axis suffixes: T tokens, H heads, D head dimension.
 
-The rotation of the pair (a, b) = (x[i], x[i + D/2]) by the angle p*f is (a cos - b sin, b cos + a sin). With the
-frequencies signed as [-f, f], one product gives angles whose cosine is the same for both halves and whose sine has
-the sign each half needs, so that the rotation is x*cos + swap(x)*sin: three operations for all heads.
+RMS normalisation: x / sqrt(|x|^2 + E eps) * (sqrt(E) weight), which is the usual formula. torch's own `rms_norm` is
+eight small operations on a CPU; this is four, and its factors are made once per weight load.
+
+Rotary embedding, in the rotate-half convention of Hugging Face checkpoints: the rotation of the pair (a, b) = (x[i],
+x[i + D/2]) by the angle p*f is (a cos - b sin, b cos + a sin). With the frequencies signed as [-f, f], one product
+gives angles whose cosine is the same for both halves and whose sine has the sign each half needs, so that the rotation
+is x*cos + swap(x)*sin: three operations for all heads.
 """
 
 import math
@@ -16,10 +20,10 @@ from torch import Tensor
 
 from asyncrl.models.config import Rope
 
-# RMS normalisation in few operations: x / sqrt(|x|^2 + E eps) * (sqrt(E) weight), which is the usual formula.
-#
-# torch's own `rms_norm` is eight small operations on a CPU; this is four, and its factors are made once per weight
-# load.
+Rotate = Callable[[Tensor], Tensor]
+"""Turns heads shaped T_H_D by the angles of their tokens."""
+Rotation = Callable[[Tensor], Rotate]
+"""positions_T -> what turns the heads of these tokens."""
 
 
 class NormScale(NamedTuple):
@@ -62,12 +66,6 @@ def _stretch_llama3(inverse: Tensor, rope: Rope) -> Tensor:
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * inverse / rope.factor + blend * inverse
-
-
-Rotate = Callable[[Tensor], Tensor]
-"""Turns heads shaped T_H_D by the angles of their tokens."""
-Rotation = Callable[[Tensor], Rotate]
-"""positions_T -> what turns the heads of these tokens."""
 
 
 def computed_rotation(frequencies_D: Tensor, dtype: torch.dtype) -> Rotation:

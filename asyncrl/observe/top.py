@@ -1,4 +1,4 @@
-"""A run at one moment, as its directory shows it: what `asyncrl top` draws. Files are read on from where it stopped."""
+"""A snapshot of a run from its directory: what `asyncrl top` draws. Files are read incrementally."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ import msgspec
 
 from asyncrl.buffer import payloads
 from asyncrl.data.arrow import Row, read_row
-from asyncrl.data.tables import read_table
+from asyncrl.data.untrusted import read_table
 from asyncrl.errors import CorruptSegmentError
 from asyncrl.observe.query.logs import Tail
 from asyncrl.observe.report.recorded import driver_of
@@ -21,11 +21,11 @@ STEPS = 10
 CURVE = 60
 """Newest steps whose reward is kept."""
 ANSWERS = 4000
-"""Newest answers that the engines' rates are found from."""
+"""Newest completions that the engines' rates are computed from."""
 RATE_S = 30.0
-"""Seconds before the newest answer that they are found over."""
+"""Seconds before the newest completion that they are computed over."""
 START_S = 900.0
-"""A run that has no actors and has said nothing for so long does not start any more."""
+"""A run without actors and without events for so long will not start any more."""
 EVENTS = 8
 QUIET = ("wait_batch", "train", "wait_sync", "update", "publish", "checkpoint", "environment", "off_policy")
 """What happens in every step is no news."""
@@ -40,16 +40,16 @@ class Load(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     places: int
-    """Answers that it can run at a time."""
+    """Requests that it can run at a time."""
     busy: float | None
-    """Share of the newest steps' time in which it computed; None where it does not say."""
+    """Share of the newest steps' time in which it computed; None if it does not report it."""
 
 
 class Engine(msgspec.Struct, frozen=True):
     answers_per_second: float = 0.0
     tokens_per_second: float = 0.0
     mean_seconds: float | None = None
-    """Of an answer; None for one that has finished none of late."""
+    """Of a completion; None for an engine that has finished none lately."""
     load: Load | None = None
     """None for one that is gone, or before the first step."""
 
@@ -79,7 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Looks at one run again and again."""
+    """Reads one run again and again."""
 
     def __init__(self, path: Path) -> None:
         self._directory = RunDirectory.open(path)

@@ -1,0 +1,1 @@
+"""Ready reward functions: mathematics, and programs that are run in the sandbox."""

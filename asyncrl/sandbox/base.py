@@ -1,4 +1,4 @@
-"""What goes into a sandbox and what comes out. Expected outputs are not among it: judging is the caller's."""
+"""The input and output of a sandboxed program. Expected outputs never enter the sandbox: the caller judges."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What one use of the program wrote. It is the program's word, to be trusted in nothing."""
+    """What one use of the program wrote. The program controls it: trust nothing in it."""
 
     exit_code: int
     """-9 for a process that was killed by signal 9."""

@@ -1,4 +1,4 @@
-"""Descriptors that are read under a deadline and closed for certain."""
+"""Pipes and memory files: read under a deadline, always closed."""
 
 import os
 import select
@@ -10,7 +10,7 @@ from io import FileIO
 
 @contextmanager
 def memory_file(data: bytes = b"") -> Generator[int]:
-    """A file that is nowhere, from which `data` can be read."""
+    """An anonymous file in memory that contains `data`."""
     descriptor = os.memfd_create("asyncrl")
     try:
         with open(descriptor, "wb", closefd=False) as file:

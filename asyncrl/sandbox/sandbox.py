@@ -1,4 +1,4 @@
-"""Programs that nobody has read, run where they can do no harm; and the one way around that, which says so."""
+"""The sandbox for model-written code: each program runs contained by bubblewrap, or uncontained after a warning."""
 
 import marshal
 import os

@@ -1,8 +1,8 @@
-"""The system calls that no program in the sandbox has a use for, as a filter that the kernel runs.
+"""The seccomp filter of the sandbox: refuses system calls that no program in it needs.
 
-Refused are those that reach other processes, mounts and namespaces, the parts of the kernel in which most ways out
-were found, memory that no limit counts, and sockets of families that a network namespace does not cover (a virtual
-machine's own, for one).
+Refused are those that reach other processes, mounts and namespaces, the parts of the kernel in which most escapes were
+found, memory that no limit counts, and sockets of families that a network namespace does not cover (a virtual machine's
+own, for one). Written by hand: pyseccomp needs the system library libseccomp, which bubblewrap does not install.
 """
 
 import errno

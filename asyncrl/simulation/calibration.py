@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Run
-from asyncrl.config.engine import VllmEngine
-from asyncrl.data.tables import read_table
+from asyncrl.data.untrusted import read_table
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.delivery import gather_seconds
+from asyncrl.fleet.concurrency import gather_seconds
 from asyncrl.simulation.decoding import Decoding
 from asyncrl.simulation.fitting import Company, Floats, fit, slowdown
 from asyncrl.simulation.profile import Affine, EngineCost, Profile, Recorded, RewardCost, Sharing, SyncCost, TrainerCost
@@ -71,7 +70,7 @@ def calibrate(directory: RunDirectory, run: Run) -> Profile:
         lengths=Recorded(groups=tuple(tuple(s.tokens for s in group) for group in [*groups.values()][::every])),
         prompt_tokens=round(fmean(sample.prompt for sample in samples)),
         engine=EngineCost(
-            gpus=run.engine.tensor_parallel if isinstance(run.engine, VllmEngine) else 1,
+            gpus=run.engine.gpus,
             max_batch=run.engine.max_batch,
             step=step,
             begin_seconds=max(0.0, median(read_waits(directory, run, samples) or [0.0])),

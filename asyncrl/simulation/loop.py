@@ -1,10 +1,10 @@
-"""A run on a virtual clock: the loop of `pipelines.async_grpo`, with costs in the places of engines and trainer.
+"""A run on a virtual clock: the loop of `pipelines.async_grpo`, with costs in place of engines and trainer.
 
 Real are the buffer with its ledger and admission (`asyncrl.buffer`), the staleness controller and the elastic pool's
-policy (`asyncrl.flow`): the same code that a run executes, asked in the same order. Simulated is what takes time.
+policy (`asyncrl.fleet`): the same code that a run executes, called in the same order. Simulated is what takes time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import exp
 from pathlib import Path
 
@@ -14,14 +14,18 @@ from asyncrl.buffer.ledger import Refusal
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
 from asyncrl.errors import StallError
+from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
 from asyncrl.fleet.staleness import StalenessController
 from asyncrl.simulation.clock import Clock, Process, Signal
 from asyncrl.simulation.outcome import Outcome, Step, rates
-from asyncrl.simulation.pool import SimulatedPool
-from asyncrl.simulation.profile import Profile
+from asyncrl.simulation.profile import Profile, Sharing
 from asyncrl.simulation.rollouts import BYTES_PER_TOKEN, OVERHEAD_BYTES, Rollouts
-from asyncrl.simulation.sharing import SharedMachine
 from asyncrl.types import Ticket
+
+LOOKS = 20
+"""Times per interval that the engines' load is sampled."""
+WELL_USED = 0.5
+"""Of its share of all slots: from there on an engine counts as used, as in `pipelines.fleet.engine_pool`."""
 
 
 def simulate(
@@ -49,15 +53,15 @@ class Simulation:
         self.clock = Clock()
         self.changed = Signal()
         """There may be more to train on."""
-        self.places = Signal()
+        self.slots = Signal()
         """There may be more to admit."""
         self._published = Signal()
         self.buffer = _buffer(run, None if warm_up else self._steps)
-        self.rollouts = Rollouts(run, profile, self.clock, self.buffer, self.changed, self.places)
+        self.rollouts = Rollouts(run, profile, self.clock, self.buffer, self.changed, self.slots)
         self.rollouts.join(engines)
         self._machine = SharedMachine(profile.sharing, self.clock, self.rollouts)
         self._controller = StalenessController(run.staleness, run.max_staleness)
-        self._pool = SimulatedPool(run, profile, self.clock, self.rollouts, self._places)
+        self._pool = SimulatedPool(run, profile, self.clock, self.rollouts, self._slots)
         self._served = 0
         self._publishing = False
         self._publications = 0
@@ -73,14 +77,14 @@ class Simulation:
             raise StallError(f"the simulated run stands still at step {len(self._done)}: {self.buffer.status()}")
         return self._outcome()
 
-    def _places(self) -> int:
+    def _slots(self) -> int:
         return (self._controller.decision.effective_staleness + 1) * self._run.samples_per_step
 
     def _generate(self) -> Process:
         while True:
             yield self._profile.engine.begin_seconds
             self.rollouts.share(self._admitted())
-            yield self.places
+            yield self.slots
 
     def _admitted(self) -> Iterable[Ticket]:
         while not isinstance(ticket := self.buffer.admit(self.clock.now), Refusal):
@@ -111,7 +115,7 @@ class Simulation:
             self.buffer.commit(step)
             pace = self._controller.observe(self._figures())
             self.buffer.limit(pace.effective_staleness)
-            self.clock.notify(self.places)
+            self.clock.notify(self.slots)
             if step + 1 - self._served >= pace.publish_every or step + 1 == self._steps:
                 self.clock.start(self._publish(step + 1))
 
@@ -132,7 +136,7 @@ class Simulation:
         self._served = version
         self._publications += 1
         self._publishing = False
-        self.clock.notify(self.places)
+        self.clock.notify(self.slots)
         self.clock.notify(self._published)
 
     def _note(self, step: int, groups: Iterable[int], waited: float) -> None:
@@ -164,6 +168,97 @@ class Simulation:
             short_of_memory=self._short_of_memory,
             resizes=tuple(self._pool.decisions),
         )
+
+
+class SharedMachine:
+    """Trainer and engines on one machine: each takes longer while the other is at work.
+
+    Between two events the trainer's pace does not change, so what is left of its work is known when an engine begins or
+    ends, and its end is computed again.
+    """
+
+    def __init__(self, sharing: Sharing, clock: Clock, rollouts: Rollouts) -> None:
+        self._sharing, self._clock, self._rollouts = sharing, clock, rollouts
+        self._over = Signal()
+        self._left = 0.0
+        """Seconds of the trainer's work, as if it were alone."""
+        self._stretch = 1.0
+        self._since = 0.0
+        self._events = 0
+        if sharing.trainer:
+            rollouts.watch_busy(self._repace)
+
+    def compute(self, seconds: float) -> Process:
+        """The trainer works; `seconds` are what it takes alone."""
+        if not (self._sharing.trainer or self._sharing.engine):
+            yield seconds
+            return
+        self._left, self._since = seconds, self._clock.now
+        self._schedule()
+        self._rollouts.slow(1 + self._sharing.engine)
+        while self._left:
+            yield self._over
+        self._rollouts.slow(1.0)
+
+    def _repace(self) -> None:
+        """Another number of engines is at work."""
+        if self._left:
+            now = self._clock.now
+            self._left = max(0.0, self._left - (now - self._since) / self._stretch)
+            self._since = now
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._stretch = 1 + self._sharing.trainer * self._rollouts.busy
+        self._events += 1
+        self._clock.at(self._clock.now + self._left * self._stretch, self._end, self._events)
+
+    def _end(self, event: int) -> None:
+        if event == self._events:  # else the pace has changed since
+            self._left = 0.0
+            self._clock.notify(self._over)
+
+
+class SimulatedPool:
+    """The elastic pool: the real policy, fed like `pipelines.fleet.elastic` does; engines take time to join."""
+
+    def __init__(self, run: Run, profile: Profile, clock: Clock, rollouts: Rollouts, slots: Callable[[], int]) -> None:
+        """`slots`: how many samples may be admitted and not trained on."""
+        self._settings, self._cost, self._clock, self._rollouts = run.elastic, profile.engine, clock, rollouts
+        self._slots = slots
+        self._policy = ElasticPolicy(run.elastic, len(rollouts.engines))
+        self.waits = WaitMeter(clock.now)
+        self.decisions: list[str] = []
+
+    def watch(self) -> Process:
+        while self._settings.on:
+            for _ in range(LOOKS):
+                self.waits.rollout(self._clock.now, self._empty())
+                yield self._settings.interval_s / LOOKS
+            self._decide()
+
+    def _decide(self) -> None:
+        engines = self._rollouts.engines.values()
+        queued = sum(len(engine.waiting) for engine in engines) / max(1, sum(engine.running for engine in engines))
+        now, size = self._clock.now, len(engines)
+        resize = self._policy.observe(now, size, self.waits.read(now, queued))
+        if resize is None:
+            return
+        self.decisions.append(f"{now:.0f} s: {size} -> {resize.wanted} engines, {resize.reason}")
+        if resize.wanted < size:
+            self._rollouts.leave(size - resize.wanted)
+        else:
+            self._clock.start(self._grow(resize.wanted - size))
+
+    def _grow(self, engines: int) -> Process:
+        yield self._cost.join_seconds
+        self._rollouts.join(engines)
+
+    def _empty(self) -> float:
+        """The share of the engines' capacity that is idle because no ticket is given."""
+        engines = self._rollouts.engines.values()
+        full = WELL_USED * min(self._cost.max_batch, max(1, self._slots() / len(engines)))
+        return sum(max(0.0, 1 - engine.load / full) for engine in engines) / len(engines)
 
 
 def _buffer(run: Run, steps: int | None) -> TrajectoryBuffer:

@@ -1,7 +1,10 @@
-"""How long the answers of a group are, fixed by seed, group and sample: every split of a cluster gets the same work.
+"""What things cost: the numbers that a simulation rests on, and the lengths of completions that are drawn from them.
 
-Recorded groups come in the order in which they were recorded, again and again: a run with other settings has the same
-answers to give.
+Costs are measured on a finished run (`calibration`) or written down. All times are seconds. A number that nobody knows
+is better left at its default, which costs nothing, than guessed.
+
+Lengths are fixed by seed, group and sample: every split of a cluster gets the same work. Recorded groups come in the
+order in which they were recorded, again and again, so that a run with other settings generates the same completions.
 """
 
 from collections.abc import Mapping
@@ -19,9 +22,8 @@ from asyncrl.config.base import AboveZero, Fraction, Natural, NonNegative, Posit
 from asyncrl.config.errors import explain, unknown_keys
 from asyncrl.errors import ConfigError
 
-# What things cost: the numbers that a simulation rests on. Measured on a finished run (`calibration`) or written down.
-#
-# All times are seconds. A number that nobody knows is better left at its default, which costs nothing, than guessed.
+BLOCK = 512
+"""Groups that are drawn together: a generator costs as much as a hundred draws."""
 
 
 class LogNormal(Settings, frozen=True, tag_field="type", tag="lognormal"):
@@ -102,16 +104,16 @@ class EngineCost(Settings, frozen=True):
     """The engine stands still for it: each prompt, and all again after an update with on_update=recompute."""
     speculation: Speculation = Speculation()
     begin_seconds: NonNegative = 0.0
-    """From a place for a group to its first decoding step: the way to the engine, and what it prepares."""
+    """From a group's ticket to its first decoding step: the way to the engine, and what it prepares."""
     join_seconds: NonNegative = 0.0
-    """From the wish for a further engine until it serves: machine, model, weights."""
+    """From the request for a further engine until it serves: machine, model, weights."""
 
 
 class TrainerCost(Settings, frozen=True):
     """The trainer."""
 
     gpus: Positive = 1
-    """That it has where no split is asked for."""
+    """That it has unless a split is given."""
     per_token: NonNegative = 0.0
     """Seconds of one GPU for each sampled token that is trained on; more GPUs share it evenly."""
     per_take: NonNegative = 0.0
@@ -123,7 +125,7 @@ class TrainerCost(Settings, frozen=True):
 
 
 class SyncCost(Settings, frozen=True):
-    """New weights."""
+    """A weight update."""
 
     seconds: NonNegative = 0.0
     """From the update until every engine serves it."""
@@ -136,10 +138,10 @@ class SyncCost(Settings, frozen=True):
 
 
 class RewardCost(Settings, frozen=True):
-    """From the last token of an answer until it lies in the buffer."""
+    """From the last token of a completion until it is in the buffer."""
 
     gather: NonNegative | None = None
-    """Finished answers of one engine wait this long for company; none: as in a run, longer with many engines."""
+    """Finished completions of one engine wait this long for others; none: as in a run, longer with many engines."""
     seconds: NonNegative = 0.0
     """Of one worker for one answer; `reward.workers` of the run share them."""
     latency: NonNegative = 0.0
@@ -201,10 +203,6 @@ def read(path: Path) -> dict[str, Any]:
 def to_yaml(profile: Profile) -> bytes:
     """What differs from the defaults; `convert` gives the same profile back."""
     return msgspec.yaml.encode(msgspec.to_builtins(profile))
-
-
-BLOCK = 512
-"""Groups that are drawn together: a generator costs as much as a hundred draws."""
 
 
 class Answers:

@@ -1,4 +1,4 @@
-"""What a run's directory tells about time: when answers began and ended, and when the trainer got and used them."""
+"""Times from a run's directory: when completions began and ended, and when the trainer got and used them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ def read_samples(directory: RunDirectory) -> list[Sample]:
 
 
 def read_waits(directory: RunDirectory, run: Run, samples: Iterable[Sample]) -> list[float]:
-    """From the place that a group got to the beginning of each of its answers."""
+    """From the ticket of a group to the beginning of each of its completions."""
     admitted = {group: due - run.flow.group_timeout_s for group, due in read_admissions(directory.trajectories).items()}
     return [sample.started - admitted[sample.group] for sample in samples if sample.group in admitted]
 
@@ -97,7 +97,7 @@ def by_engine(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def sent(samples: Iterable[Sample], gather: float) -> dict[int, float]:
-    """When the last answer of each group left its engine: finished ones wait for company, as in the outbox."""
+    """When the last answer of each group left its engine: finished ones wait for others, as in the delivery queue."""
     found: dict[int, float] = {}
     for own in by_engine(samples).values():
         leaves = -1.0

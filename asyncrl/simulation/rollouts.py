@@ -1,4 +1,4 @@
-"""The engines of a simulated run: tickets are shared out as `pipelines.fleet.engine_pool` does, finished answers go
+"""The engines of a simulated run: tickets are distributed as `pipelines.fleet.engine_pool` does, finished answers go
 the way of `actors.rollout.delivery` into the real buffer."""
 
 from collections import deque
@@ -9,7 +9,8 @@ from itertools import count
 from asyncrl.buffer.replay import Sample
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
-from asyncrl.fleet.delivery import gather_seconds
+from asyncrl.drop_reasons import DropReason
+from asyncrl.fleet.concurrency import gather_seconds
 from asyncrl.simulation.clock import Clock, Signal
 from asyncrl.simulation.engine import Answer, Pace, SimulatedEngine, Work
 from asyncrl.simulation.outcome import Meter
@@ -32,11 +33,11 @@ class _Counted(bytes):
 
 class Rollouts:
     def __init__(
-        self, run: Run, profile: Profile, clock: Clock, buffer: TrajectoryBuffer, changed: Signal, places: Signal
+        self, run: Run, profile: Profile, clock: Clock, buffer: TrajectoryBuffer, changed: Signal, slots: Signal
     ) -> None:
-        """`changed` is notified when there may be more to train on, `places` when there may be more to admit."""
+        """`changed` is notified when there may be more to train on, `slots` when there may be more to admit."""
         self._run, self._profile, self._clock, self._buffer = run, profile, clock, buffer
-        self._changed, self._places = changed, places
+        self._changed, self._slots = changed, slots
         self._dynamic = run.algorithm.dynamic_sampling
         self._one_by_one = run.elastic.on or run.concurrency.adaptive
         """Each group is a call of its own, as in `pipelines.fleet.engine_pool`."""
@@ -72,8 +73,8 @@ class Rollouts:
             engine.version = self._version
             engine.slow(self._stretch)
             heappush(self._least, (0, number))
-        told = self._profile.reward.gather
-        self._gather = gather_seconds(max(len(self.engines), self._run.elastic.max)) if told is None else told
+        fixed = self._profile.reward.gather
+        self._gather = gather_seconds(max(len(self.engines), self._run.elastic.max)) if fixed is None else fixed
 
     def leave(self, engines: int) -> None:
         """The newest go; their answers are continued elsewhere, from where they are."""
@@ -191,7 +192,7 @@ class Rollouts:
         if completed:
             self._clock.notify(self._changed)
         if dropped or self.short_of_memory:
-            self._clock.notify(self._places)
+            self._clock.notify(self._slots)
 
     def _sample(self, answer: Answer) -> Sample:
         """Rewards of a group differ, or they do not; what they are does not matter."""
@@ -220,9 +221,9 @@ class Rollouts:
             self._clock.at(self._groups[0][0], self._expire, None)
         if dropped:
             self._clock.notify(self._changed)
-            self._clock.notify(self._places)
+            self._clock.notify(self._slots)
 
     def _abort(self, engine: SimulatedEngine, which: Callable[[Answer], bool]) -> None:
         for answer in engine.withdraw(which):
-            self._buffer.fail(Slot(answer.group, answer.sample), "timeout", int(answer.done))
+            self._buffer.fail(Slot(answer.group, answer.sample), DropReason.TIMEOUT, int(answer.done))
             self._end(engine, answer)

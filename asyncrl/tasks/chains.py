@@ -82,6 +82,10 @@ class Chains:
             size=len(chain.values) - 1,
         )
 
+    def longest(self) -> Prompt:
+        """All of one size are equally long."""
+        return Prompt(uid="longest", text=draw_chain(self._settings.max_size, Random(0)).prompt)
+
 
 def reward(prompt: str, completion: str, answer: str) -> float:
     """1 if every step, every running value and the end are right, else 0."""

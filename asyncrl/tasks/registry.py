@@ -1,4 +1,7 @@
-"""Sources of prompts by their settings. A new one is a file here, its settings in asyncrl.config.task, and a line."""
+"""Every source of prompts, by its settings; each is imported only when chosen.
+
+A new one is its settings in `asyncrl.config.task`, a file here with a class or function of them, and a line.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -12,11 +15,11 @@ from asyncrl.config.task import (
     ParquetTask,
     PythonTask,
     ReasoningGymTask,
-    TaskSettings,
+    TaskBase,
 )
 from asyncrl.tasks.base import Task
 
-TASKS: dict[type[TaskSettings], str] = {
+TASKS: dict[type[TaskBase], str] = {
     ChainsTask: "asyncrl.tasks.chains:Chains",
     JsonlTask: "asyncrl.tasks.tables:Jsonl",
     ParquetTask: "asyncrl.tasks.tables:Parquet",
@@ -25,10 +28,10 @@ TASKS: dict[type[TaskSettings], str] = {
     CodeTask: "asyncrl.tasks.code:Code",
     ReasoningGymTask: "asyncrl.tasks.reasoning_gym:ReasoningGym",
 }
-"""Imported when chosen: some need optional packages."""
+"""As `module:name`. Some need optional packages."""
 
 
-def make_task(settings: TaskSettings, seed: int) -> Task:
+def make_task(settings: TaskBase, seed: int) -> Task:
     module, name = TASKS[type(settings)].split(":")
     build: Callable[[Any, int], Task] = getattr(import_module(module), name)
     return build(settings, seed)

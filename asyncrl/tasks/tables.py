@@ -1,4 +1,7 @@
-"""Prompts from a Hugging Face dataset: one of the hub's, or a directory that `save_to_disk` wrote."""
+"""Prompts from a finite table: rows that somebody else wrote, epoch after epoch, each epoch in another order.
+
+`Rows` is what all tables share; then JSON lines, Parquet and Hugging Face datasets.
+"""
 
 import json
 import math
@@ -21,7 +24,7 @@ from asyncrl.system.optional import require
 from asyncrl.tasks.base import Split
 from asyncrl.types import Prompt
 
-# Prompts from a finite table: rows that somebody else wrote, epoch after epoch, each epoch in another order.
+pa, pq = cast(Any, pyarrow), cast(Any, parquet)  # their type stubs are incomplete
 
 
 class Rows:
@@ -108,9 +111,6 @@ def _held_out(texts: set[str], share: float) -> set[str]:
     return set(ranked[: min(math.ceil(share * len(ranked)), len(ranked) - 1)])
 
 
-# Prompts from a JSON-lines file.
-
-
 class Lines(Rows, ABC):
     """The lines of a file, each a JSON object."""
 
@@ -153,12 +153,9 @@ class Jsonl(Lines):
         return make_prompt(row[self._columns.prompt], row.get(self._columns.answer_column), uid)
 
 
-# Prompts from Parquet: a file, or a directory of them.
-
-pa, pq = cast(Any, pyarrow), cast(Any, parquet)  # their type stubs are incomplete
-
-
 class Parquet(Rows):
+    """A file, or all of a directory."""
+
     def __init__(self, settings: ParquetTask, seed: int) -> None:
         super().__init__(_read_parquet(settings), settings.held_out, seed, settings.path)
 
@@ -185,6 +182,8 @@ def _rows(file: Path, settings: ParquetTask) -> list[dict[str, Any]]:
 
 
 class Dataset(Rows):
+    """Of the Hugging Face hub, or a directory that `save_to_disk` wrote."""
+
     def __init__(self, settings: DatasetTask, seed: int) -> None:
         super().__init__(_read_dataset(settings), settings.held_out, seed, settings.name)
 

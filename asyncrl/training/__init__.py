@@ -1,0 +1,1 @@
+"""From groups to weights: advantages, packed batches, forward, optimizer step, diagnostics, checkpoints and export."""

@@ -1,6 +1,9 @@
-"""Advantages of single tokens: from a critic (PPO), or from a KL penalty inside the reward (REINFORCE++).
+"""From rewards to advantages: of whole samples by the algorithm, of single tokens with a critic or a KL penalty.
 
-rewards -> per token, less the penalty -> generalised advantage estimation -> normalised over the step
+`with_advantages` gives every sample of a group the advantage that the algorithm's registry entry computes. Algorithms
+with a critic (PPO) or a KL penalty inside the reward (REINFORCE++) refine it per token (`TokenAdvantages`):
+
+    rewards -> per token, less the penalty -> generalised advantage estimation -> normalised over the step
 """
 
 from collections.abc import Sequence
@@ -13,18 +16,16 @@ from torch import Tensor
 from asyncrl.algorithms import registry
 from asyncrl.algorithms.advantages import Rewards, gae, overlong_penalty, standardized, whitened
 from asyncrl.config import Run
-from asyncrl.config.algorithm import Algorithm, CustomAlgorithm, Ppo
+from asyncrl.config.algorithm import AlgorithmBase
 from asyncrl.training.batches import Block, PackedBatch, block
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.forward import PolicyForward
 from asyncrl.types import Group
 
-# Groups with their rewards turned into advantages: what there is to learn from.
-
 
 def with_advantages(run: Run, groups: Sequence[Group]) -> list[Block]:
-    """The blocks that matter."""
+    """The groups that there is something to learn from, as blocks."""
     rewards = [_rewards(run, group) for group in groups]
     advantages = registry.entry(run.algorithm).advantages(run.algorithm, rewards)
     blocks = [block(group, found.tolist()) for group, found in zip(groups, advantages, strict=True)]
@@ -37,7 +38,7 @@ def with_advantages(run: Run, groups: Sequence[Group]) -> list[Block]:
 def _learns_from_everything(run: Run) -> bool:
     """Whether a group can matter although its rewards are all equal."""
     algorithm = run.algorithm
-    return isinstance(algorithm, Ppo | CustomAlgorithm) or bool(algorithm.kl.coefficient or algorithm.entropy)
+    return algorithm.learns_from_equal_rewards or bool(algorithm.kl.coefficient or algorithm.entropy)
 
 
 def _rewards(run: Run, group: Group) -> Rewards:
@@ -49,7 +50,7 @@ def _rewards(run: Run, group: Group) -> Rewards:
 class TokenAdvantages:
     def __init__(
         self,
-        algorithm: Algorithm,
+        algorithm: AlgorithmBase,
         policy: PolicyForward,
         reference: PolicyForward | None,
         critic: Critic | None,
@@ -60,15 +61,14 @@ class TokenAdvantages:
 
     def assign(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The batches of a whole step with advantages per token; the critic learns its returns on the way."""
-        algorithm = self._algorithm
-        discount, trace = (algorithm.discount, algorithm.trace) if isinstance(algorithm, Ppo) else (1.0, 1.0)
+        credit = self._algorithm.credit
         advantages: list[Tensor] = []
         for batch in batches:
             value_L = self._values(batch)
-            advantages.append(gae(self._rewards(batch), value_L, batch.lengths, discount, trace))
+            advantages.append(gae(self._rewards(batch), value_L, batch.lengths, credit.discount, credit.trace))
             if self._critic is not None:
                 self._critic.learn(batch, advantages[-1] + value_L)
-        if advantages and not (isinstance(algorithm, Ppo) and not algorithm.whiten):
+        if advantages and credit.whiten:
             advantages = self._whitened([found for b, found in zip(batches, advantages, strict=True) if not b.idle])
             advantages += [batch.advantage_L for batch in batches if batch.idle]  # which come last
         return [replace(batch, advantage_L=found) for batch, found in zip(batches, advantages, strict=True)]

@@ -2,8 +2,14 @@
 
 `checkpoints/step-N/` is written beside its final name, synced, and renamed: it is either whole or absent. Everything
 is safetensors or JSON, nothing is pickled. The consumed groups stand in the same manifest as the optimizer state, so
-a resumed run trains on each group exactly once. Of several ranks each writes files of its own, and reads its part of
-whatever files there are: a checkpoint can be continued with any number of ranks.
+a resumed run trains on each group exactly once.
+
+Of several ranks each writes files of its own, of about as many bytes, and reads its part of whatever files there are: a
+checkpoint can be continued with any number of ranks. Tensors are gathered one after the other and kept, whole, by the
+rank that writes them, so that the weights are a sharded Hugging Face checkpoint whatever the number of ranks was.
+Adapters lie in a folder of their own in peft's format: beside the merged weights transformers would apply them again.
+
+Not by torch.distributed.checkpoint, which pickles its metadata and whose files no Hugging Face tool reads.
 """
 
 import json
@@ -29,47 +35,73 @@ from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import TensorFiles, fill, read_rows
 from asyncrl.training.learner import Learner
 
-# The adapters of a checkpoint, in peft's format, in a folder of their own.
-#
-# Beside the merged weights transformers would take them for changes still to be made.
-
-FOLDER = "adapter"
-
-
-def save_adapters(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
-    """Every rank has to come here; the first one writes."""
-    found: dict[str, Tensor] = {}
-    for own, (part,) in lora.adapter_parts(learner.model):
-        whole = learner.ranks.whole(learner.model.get_parameter(own).detach())
-        found[lora.PEFT_PREFIX + part.name] = whole.cpu().contiguous()
-    if learner.ranks.rank == 0:
-        folder = directory / FOLDER
-        folder.mkdir()
-        save_file(found, folder / lora.WEIGHTS, metadata={"format": "pt"})
-        (folder / lora.CONFIG).write_text(lora.peft_config(settings, base))
-
-
-def restore_adapters(learner: Learner, checkpoint: Path) -> None:
-    path = checkpoint / FOLDER / lora.WEIGHTS
-    if not path.is_file():
-        raise CheckpointError(f"{checkpoint} holds no adapters: it was not written with trainer.lora.rank")
-    files = TensorFiles([path])
-    for own, (part,) in lora.adapter_parts(learner.model):
-        name = lora.PEFT_PREFIX + part.name
-        if name not in files:
-            raise CheckpointError(f"{path} holds no {name}: it was written with other trainer.lora.targets")
-        read_rows(files, name, learner.model.get_parameter(own), learner.ranks)
-
-
-# The files of a checkpoint that several ranks write, each about as many bytes.
-#
-# Tensors are gathered one after the other and kept, whole, by the rank that writes them: the files look the same
-# whatever the number of ranks was, the weights are a sharded Hugging Face checkpoint, and any other number can go on.
-
+MANIFEST = "manifest.json"
+OPTIMIZER = "optimizer.safetensors"
+CRITIC = "critic.safetensors"
+ADAPTERS = "adapter"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KEPT_BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
-def write(learner: Learner, directory: Path) -> None:
+class TrainingManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the checkpoint contains."""
+
+    step: int
+    """Optimizer steps taken; also the policy version of the weights."""
+    samples_trained: int
+    consumed: tuple[tuple[int, int], ...]
+    """Group ids trained on, as inclusive ranges."""
+    least_drift: float | None = None
+    """What `Caution` has seen, put in by `save`; None: nothing yet, or an older checkpoint."""
+
+
+def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Sorted ids as inclusive ranges; a repeated id is an error, for it would have been trained on twice."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(ids):
+        if found and number == found[-1][1]:
+            raise ValueError(f"group {number} was consumed twice")
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return tuple(found)
+
+
+def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model_path: Path, keep: int) -> Path:
+    """Write `step-N` under `directory` and delete all but the `keep` newest. Every rank has to call it."""
+    ranks = learner.ranks
+    final = directory / f"step-{manifest.step}"
+    scratch = directory / f".step-{manifest.step}.partial"
+    learner.settle()
+    if ranks.rank == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    ranks.fence()
+    if ranks.world > 1:
+        _write_shards(learner, scratch)
+    else:
+        _write(learner, scratch)
+    if learner.lora.rank:
+        _save_adapters(learner, scratch, learner.lora, model_path)
+    if ranks.rank == 0:
+        seen = learner.caution.least
+        manifest = msgspec.structs.replace(manifest, least_drift=seen if math.isfinite(seen) else None)
+        _complete(scratch, final, manifest, model_path)
+        _forget(directory, keep)
+    ranks.fence()
+    return final
+
+
+def _write(learner: Learner, scratch: Path) -> None:
+    save_model(learner.model, scratch, learner.tensors())
+    save_file(_optimizer_tensors(learner.model, learner.optimizer), scratch / OPTIMIZER)
+    if learner.critic is not None:
+        critic = dict(learner.critic.named_parameters()) | _optimizer_tensors(learner.critic, learner.critic.optimizer)
+        save_file(critic, scratch / CRITIC)
+
+
+def _write_shards(learner: Learner, directory: Path) -> None:
     """This rank's files; CheckpointError, on every rank, if one cannot write its own."""
     ranks, problem = learner.ranks, ""
     for stem, tensors in _shard_files(learner):
@@ -90,7 +122,7 @@ def _name(stem: str, rank: int, world: int) -> str:
 
 
 def _shard_files(learner: Learner) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Gathered when asked for, so that one file's tensors are here at a time."""
+    """Gathered lazily, so that one file's tensors are in memory at a time."""
     ranks, model = learner.ranks, learner.model
     yield "model", _weights(learner)
     yield "optimizer", _moments(model, learner.optimizer, ranks)
@@ -143,68 +175,17 @@ def _owners(module: nn.Module, world: int) -> dict[str, int]:
     return found
 
 
-MANIFEST = "manifest.json"
-OPTIMIZER = "optimizer.safetensors"
-CRITIC = "critic.safetensors"
-KEPT_BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-
-
-class TrainingManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the checkpoint stands for."""
-
-    step: int
-    """Optimizer steps taken; also the policy version of the weights."""
-    samples_trained: int
-    consumed: tuple[tuple[int, int], ...]
-    """Group ids trained on, as inclusive ranges."""
-    least_drift: float | None = None
-    """What `Caution` has seen, put in by `save`; None: nothing yet, or an older checkpoint."""
-
-
-def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Sorted ids as inclusive ranges; a repeated id is an error, for it would have been trained on twice."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(ids):
-        if found and number == found[-1][1]:
-            raise ValueError(f"group {number} was consumed twice")
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return tuple(found)
-
-
-def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model_path: Path, keep: int) -> Path:
-    """Write `step-N` under `directory` and delete all but the `keep` newest. Every rank has to come here."""
-    ranks = learner.ranks
-    final = directory / f"step-{manifest.step}"
-    scratch = directory / f".step-{manifest.step}.partial"
-    learner.settle()
-    if ranks.rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    ranks.fence()
-    if ranks.world > 1:
-        write(learner, scratch)
-    else:
-        _write(learner, scratch)
-    if learner.lora.rank:
-        save_adapters(learner, scratch, learner.lora, model_path)
-    if ranks.rank == 0:
-        seen = learner.caution.least
-        manifest = msgspec.structs.replace(manifest, least_drift=seen if math.isfinite(seen) else None)
-        _complete(scratch, final, manifest, model_path)
-        _forget(directory, keep)
-    ranks.fence()
-    return final
-
-
-def _write(learner: Learner, scratch: Path) -> None:
-    save_model(learner.model, scratch, learner.tensors())
-    save_file(_optimizer_tensors(learner.model, learner.optimizer), scratch / OPTIMIZER)
-    if learner.critic is not None:
-        critic = dict(learner.critic.named_parameters()) | _optimizer_tensors(learner.critic, learner.critic.optimizer)
-        save_file(critic, scratch / CRITIC)
+def _save_adapters(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
+    """Every rank has to call it; the first one writes."""
+    found: dict[str, Tensor] = {}
+    for own, (part,) in lora.adapter_parts(learner.model):
+        whole = learner.ranks.whole(learner.model.get_parameter(own).detach())
+        found[lora.PEFT_PREFIX + part.name] = whole.cpu().contiguous()
+    if learner.ranks.rank == 0:
+        folder = directory / ADAPTERS
+        folder.mkdir()
+        save_file(found, folder / lora.WEIGHTS, metadata={"format": "pt"})
+        (folder / lora.CONFIG).write_text(lora.peft_config(settings, base))
 
 
 def _complete(scratch: Path, final: Path, manifest: TrainingManifest, model_path: Path) -> None:
@@ -255,8 +236,8 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     manifest = read_manifest(checkpoint)
     learner.settle()
     if learner.lora.rank:
-        restore_adapters(learner, checkpoint)
-    elif (checkpoint / FOLDER).exists():
+        _restore_adapters(learner, checkpoint)
+    elif (checkpoint / ADAPTERS).exists():
         raise CheckpointError(f"{checkpoint} was written with trainer.lora.rank, which this run has not set")
     else:
         fill(learner.model, checkpoint, learner.ranks)
@@ -267,6 +248,18 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     learner.version = manifest.step
     learner.caution.least = math.inf if manifest.least_drift is None else manifest.least_drift
     return manifest
+
+
+def _restore_adapters(learner: Learner, checkpoint: Path) -> None:
+    path = checkpoint / ADAPTERS / lora.WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint} holds no adapters: it was not written with trainer.lora.rank")
+    files = TensorFiles([path])
+    for own, (part,) in lora.adapter_parts(learner.model):
+        name = lora.PEFT_PREFIX + part.name
+        if name not in files:
+            raise CheckpointError(f"{path} holds no {name}: it was written with other trainer.lora.targets")
+        read_rows(files, name, learner.model.get_parameter(own), learner.ranks)
 
 
 def _files(checkpoint: Path, name: str) -> TensorFiles:

@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from asyncrl.algorithms.ppo import critic_loss
+from asyncrl.algorithms import losses
 from asyncrl.config import Trainer
-from asyncrl.config.algorithm import Ppo
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.forward import predicting_states
@@ -19,7 +18,7 @@ class Critic(nn.Module):
     def __init__(
         self,
         model_path: Path,
-        algorithm: Ppo,
+        rate: float,
         settings: Trainer,
         device: torch.device,
         ranks: Ranks,
@@ -33,7 +32,7 @@ class Critic(nn.Module):
         self._ranks, self._settings, self._recompute = ranks, settings, recompute
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.parameters() if parameter is not self.body.output_matrix],
-            lr=algorithm.critic_lr,
+            lr=rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
             fused=True,
@@ -47,7 +46,7 @@ class Critic(nn.Module):
         return predicting_states(self.body, batch, self._settings, recompute=recompute) @ self.head
 
     def learn(self, batch: PackedBatch, return_L: Tensor) -> None:
-        loss = critic_loss(self(batch), return_L).sum() * (not batch.idle)
+        loss = losses.critic(self(batch), return_L).sum() * (not batch.idle)
         loss.backward()
         self.loss += float(loss.detach())
 

@@ -1,6 +1,9 @@
-"""Where training computes."""
+"""Where training computes, and where the engines of a run do."""
 
 import torch
+
+from asyncrl.config import Run
+from asyncrl.config.precision import numerics
 
 
 def training_device(wanted: str) -> torch.device:
@@ -15,3 +18,14 @@ def rank_device(wanted: str, rank: int) -> torch.device:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
+
+
+def engines_on_gpu(run: Run) -> bool:
+    """Whether the engines of a run compute on a GPU, where there is one."""
+    return run.engine.on_gpu(run.drafter, torch.cuda.is_available())
+
+
+def engines_merge_adapters(run: Run) -> bool:
+    """Whether the engines merge adapters into the weights that they were started with; others get merged weights."""
+    plain = numerics(run.rollout.precision, run.rollout.fp8) is None
+    return run.engine.merges_adapters and plain and not engines_on_gpu(run)

@@ -15,16 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Samples
 from asyncrl.algorithms.corrections import LOG_RATIO_BOUND, Corrected
+from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.report import OffPolicy, Share
 from asyncrl.types import Slot
 
 SHOWN_TOKENS = 4096
-"""Of the answer that is most off-policy."""
+"""Of the sample that is most off-policy."""
 PERCENTILES = (0.01, 0.5, 0.99)
 NOTHING = {
     "rho_mean": 1.0,
@@ -129,7 +132,7 @@ class Ratios(NamedTuple):
 
 
 def most_off_policy(batches: Sequence[Ratios]) -> OffPolicy | None:
-    """Of a step; only its end has the time to wait for a GPU."""
+    """Of a step; computed at its end, where waiting for the GPU costs nothing."""
     if not batches:
         return None
     size_S = torch.cat([batch.samples.mean(batch.log_rho_L.abs()) for batch in batches])
@@ -162,3 +165,53 @@ def _share(by: str, value: str, log_rho_L: Tensor) -> Share:
         mismatch_kl=kl,
         mismatch_k3=k3,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """The sums of a step, of one rank's share or of all. Ranks exchange them at its end, so that all count the same."""
+
+    loss: float
+    critic_loss: float
+    fault: str
+    sums: dict[str, float]
+    observed: list[Observed]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    loss: float
+    critic_loss: float
+    fault: str
+    sums: dict[str, float]
+    observed: list[tuple[bytes, bytes, list[str]]]
+
+
+def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
+    """Everything added up, the same on every rank."""
+    observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
+    message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed)
+    all_ranks = [
+        msgspec.msgpack.decode(part, type=_Message) for part in ranks.exchange(msgspec.msgpack.encode(message))
+    ]
+    sums: dict[str, float] = {}
+    for name, value in (pair for each in all_ranks for pair in each.sums.items()):
+        sums[name] = sums.get(name, 0.0) + value
+    return RankStats(
+        loss=sum(each.loss for each in all_ranks),
+        critic_loss=sum(each.critic_loss for each in all_ranks),
+        fault=next((each.fault for each in all_ranks if each.fault), ""),
+        sums=sums,
+        observed=[
+            Observed(_unpacked(tokens, 5), _unpacked(samples, 3), precisions)
+            for each in all_ranks
+            for tokens, samples, precisions in each.observed
+        ],
+    )
+
+
+def _packed(columns: Tensor) -> bytes:
+    return columns.detach().float().cpu().numpy().tobytes()
+
+
+def _unpacked(data: bytes, rows: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.float32).reshape(rows, -1).copy())

@@ -1,4 +1,4 @@
-"""What the trainer finds after the fixed prompts that every new version is probed with."""
+"""Weights as they leave a learner: bf16 copies, whole tensors with merged adapters, and the probe of a version."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,14 +17,14 @@ from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import ShardSource
 from asyncrl.training.forward import predicting_states
 
-# Bf16 working copies of fp32 master weights: what forward and backward read, and what engines are given.
-#
-# Autocast alone would cast every weight at every use, and keep the result until the backward. Gradients of the copies
-# are bf16 as autocast's would be; each is added to its master's in fp32 as soon as it is there, and dropped.
-
 
 class Bf16Weights:
-    """`refresh` after every change of the masters."""
+    """Bf16 working copies of fp32 master weights: what forward and backward read, and what engines are sent.
+
+    Autocast alone would cast every weight at every use, and keep the result until the backward. Gradients of the copies
+    are bf16 as autocast's would be; each is added to its master's in fp32 as soon as it is there, and dropped. Call
+    `refresh` after every change of the masters.
+    """
 
     def __init__(self, master: Decoder) -> None:
         self.model = Decoder(master.config, torch.bfloat16).to(master.norm.device)
@@ -49,11 +49,8 @@ def _release_copy(owner: nn.Parameter, copy: Tensor) -> None:
     copy.grad = None
 
 
-# Weights on their way out of a learner: whole, whatever part is here, and with adapters merged into them.
-
-
 class Export:
-    """Every rank makes the same calls."""
+    """Whole weights with merged adapters, whatever part this rank holds. Every rank makes the same calls."""
 
     def __init__(self, model: Decoder, ranks: Ranks, *, adapted: bool) -> None:
         self._model, self._ranks, self._adapted = model, ranks, adapted
@@ -73,7 +70,7 @@ class Export:
         return ShardSource(self._model, hf_parts(self._model), self.weight, dtype, self._ranks)
 
     def adapters(self) -> ShardSource:
-        """They alone, in fp32: for engines that have the rest."""
+        """The adapters alone, in fp32: for engines that have the base weights."""
         return ShardSource(self._model, lora.adapter_parts(self._model), self._adapter, torch.float32, self._ranks)
 
     def _adapter(self, own: str, parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
@@ -82,7 +79,8 @@ class Export:
 
 @torch.no_grad()
 def likeliest(model: Decoder, settings: Trainer, prompts: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
-    """Log-probability of the likeliest token after each prompt, at temperature 1; all prompts are equally long."""
+    """The probe of a version: the log-probability of the likeliest token after each prompt, at temperature 1. All
+    prompts are equally long."""
     blocks = [Block(np.array(prompt, np.int32), [NEXT]) for prompt in prompts]
     (batch,) = pack(blocks, sum(map(len, prompts)))
     hidden_L_E = predicting_states(model, batch.to(model.norm.device), settings)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncrl.algorithms import penalties
+from asyncrl.algorithms import losses
 from asyncrl.config import Run, Trainer
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.head import TokenLogprobs, bf16_logits, chunked_logprobs
@@ -52,4 +52,4 @@ class PolicyForward:
         logits_L_V = bf16_logits(hidden_L_E, output_V_E) if narrow else self._model.logits(hidden_L_E)
         logits_L_V = logits_L_V / self._temperature
         logp_L = torch.log_softmax(logits_L_V, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
-        return TokenLogprobs(logp_L, penalties.entropy(logits_L_V) if entropy else None)
+        return TokenLogprobs(logp_L, losses.entropy(logits_L_V) if entropy else None)

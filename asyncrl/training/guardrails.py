@@ -1,4 +1,4 @@
-"""Levels beyond which learning is in danger: alarms that are said, and bounds that stop the run.
+"""Levels beyond which learning is in danger: alarms that are reported, and bounds that stop the run.
 
 The alarm levels are those of verl's rollout correction documents. Pure: figures in, words out.
 """

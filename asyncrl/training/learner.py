@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms import penalties, registry
+from asyncrl.algorithms import losses, registry
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Caution, Corrected, correct
+from asyncrl.algorithms.corrections import Caution, Corrected
 from asyncrl.config import Run
-from asyncrl.config.algorithm import Importance, Ppo
 from asyncrl.config.trainer import Trainer
 from asyncrl.models import lora
 from asyncrl.models.config import ModelConfig
@@ -29,8 +28,16 @@ from asyncrl.training.advantages import TokenAdvantages, with_advantages
 from asyncrl.training.batches import PackedBatch, share
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
-from asyncrl.training.diagnostics import Observed, Ratios, figures, late, most_off_policy, shares
-from asyncrl.training.distributed.rank_stats import RankStats, of_all
+from asyncrl.training.diagnostics import (
+    Observed,
+    RankStats,
+    Ratios,
+    figures,
+    late,
+    most_off_policy,
+    of_all,
+    shares,
+)
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.export import Bf16Weights, Export
 from asyncrl.training.forward import PolicyForward
@@ -40,11 +47,9 @@ from asyncrl.training.report import StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
 
-# The learning rate over a run: it grows, stays, and falls.
-
 
 def learning_rate(settings: Trainer, step: int, steps: int) -> float:
-    """Of the `step`-th step, from 0, of `steps`. Neither the first step nor the last is without learning."""
+    """Of the `step`-th step, from 0, of `steps`: warm-up, constant, decay. No step of the run has 0."""
     grown = (step + 1) / settings.warmup_steps if settings.warmup_steps else 1.0
     left = (steps - step) / (settings.decay_steps + 1) if settings.decay_steps else 1.0
     return settings.lr * max(0.0, min(1.0, grown, left))
@@ -69,10 +74,8 @@ class Learner:
         self._policy = PolicyForward(self.computing, run, recompute=self._recompute)
         self._reference = self._make_reference(model_path)
         self.critic = None
-        if isinstance(run.algorithm, Ppo):
-            self.critic = Critic(
-                model_path, run.algorithm, run.trainer, self.device, self.ranks, recompute=self._recompute
-            )
+        if (rate := run.algorithm.critic_rate) is not None:
+            self.critic = Critic(model_path, rate, run.trainer, self.device, self.ranks, recompute=self._recompute)
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
         self.version, self.caution = 0, Caution(run.correction)
@@ -116,7 +119,7 @@ class Learner:
         self._samples = self._tokens = 0
         self._loss = 0.0
         self._counted: dict[str, float | Tensor] = {}
-        """On the device: who reads them waits for it."""
+        """On the device: reading them waits for it."""
         self._sums: dict[str, float] = {}
         """The same at the end of the step."""
         self._observed: list[Observed] = []
@@ -140,8 +143,7 @@ class Learner:
         if self.critic is not None or (self._algorithm.kl.placement == "reward" and self._algorithm.kl.coefficient):
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
-        train_policy = not isinstance(self._algorithm, Ppo) or self.version >= self._algorithm.critic_warmup_steps
-        for batch in batches if train_policy else ():
+        for batch in batches if self.version >= self._algorithm.policy_from_step else ():
             self._backward(batch)
 
     def _backward(self, batch: PackedBatch) -> None:
@@ -149,14 +151,14 @@ class Learner:
             return self._take_part(batch)
         output = self._policy(batch, entropy=self._algorithm.entropy > 0, tap=self.hidden)
         samples = Samples(batch.sample_L, len(batch.answers), (self.version - batch.version_L).clamp(min=0))
-        corrected = correct(self._run.correction, output.logp_L, batch.behaviour_logp_L, samples)
+        corrected = registry.correct(self._run.correction, output.logp_L, batch.behaviour_logp_L, samples)
         tokens = Tokens(output.logp_L, corrected.proximal_logp_L, batch.advantage_L, samples)
         loss = self._entry.loss(self._algorithm, tokens)
         loss_L = corrected.weight_L * loss.loss_L
         if self._reference is not None and self._algorithm.kl.placement == "loss":
             with torch.no_grad():
                 reference_L = self._reference(batch).logp_L
-            penalty_L = penalties.kl(self._algorithm.kl.estimator, output.logp_L, reference_L)
+            penalty_L = losses.kl(self._algorithm.kl.estimator, output.logp_L, reference_L)
             loss_L = loss_L + self._algorithm.kl.coefficient * penalty_L
             self._add({"reference_kl": penalty_L.detach().sum()})
         if output.entropy_L is not None:
@@ -167,7 +169,7 @@ class Learner:
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
 
     def _take_part(self, batch: PackedBatch) -> None:
-        """The same forwards and backward as those who have something to learn from."""
+        """Run the same forwards and backward as ranks that have samples: collectives need every rank."""
         logp_L = self._policy(batch).logp_L
         if self._reference is not None and self._algorithm.kl.placement == "loss":
             with torch.no_grad():
@@ -201,7 +203,7 @@ class Learner:
         precisions = [answer.precision for answer in batch.answers]
         self._observed.append(Observed.of(corrected, samples, precisions))
         self._ratios.append(Ratios(corrected.log_rho_L, samples, [answer.slot for answer in batch.answers]))
-        if isinstance(self._run.correction, Importance) and self._run.correction.batch_normalize:
+        if self._run.correction.normalizes_weights:
             self._add({"weight": corrected.weight_L.sum(), "kept": corrected.kept_L.sum()})
 
     def _add(self, sums: dict[str, float | Tensor]) -> None:
@@ -213,7 +215,7 @@ class Learner:
         if self._held:
             self._learn(self._held)
         self._sums = {name: float(value) for name, value in self._counted.items()}
-        self._share_findings()
+        self._combine_ranks()
         norm = self._gradient()
         if not self._fault and not np.isfinite(norm):
             self._fault = f"the gradient of {self._samples} samples is not finite"
@@ -233,7 +235,7 @@ class Learner:
             self.hidden.begin_step(self.version)
         return report
 
-    def _share_findings(self) -> None:
+    def _combine_ranks(self) -> None:
         """From here on every rank has the figures of the whole step."""
         if self.ranks.world == 1:
             return
@@ -298,7 +300,7 @@ class Learner:
         return ((n, tensor.to(dtype)) for n, tensor in (hf_tensors(self.computing) if narrow else self.tensors()))
 
     def source(self, dtype: torch.dtype, *, adapters_only: bool = False) -> Source:
-        """Where publications come from; every rank has its part in them."""
+        """The source of a publication; every rank contributes its part."""
         if adapters_only:
             return self.outgoing.adapters()
         one = self.ranks.world == 1

@@ -14,8 +14,6 @@ that autograd really keeps. Sizes: E hidden, F gated layer, H query heads, K key
 from typing import NamedTuple
 
 from asyncrl.config import Run
-from asyncrl.config.algorithm import Ppo
-from asyncrl.config.engine import FakeEngine, NativeEngine
 from asyncrl.config.trainer import Lora
 from asyncrl.models.config import ModelConfig, projection_shapes
 
@@ -81,7 +79,7 @@ def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
 
 def training_memory(run: Run, model: ModelConfig, batch: Batch, *, recompute: bool) -> TrainingMemory:
     narrow = run.trainer.dtype == "bf16"
-    trained = 2 if isinstance(run.algorithm, Ppo) else 1  # the policy, and the critic of the same size
+    trained = 1 if run.algorithm.critic_rate is None else 2  # the policy, and the critic of the same size
     weights, gradients, reference = _held(run, model, narrow=narrow)
     layer = layer_bytes(model, batch.spread, narrow=narrow)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
@@ -145,11 +143,7 @@ def recomputes(run: Run, model: ModelConfig, card: int | None) -> bool:
 
 def engine_share(run: Run) -> float:
     """The part of a card that all the engines on it take."""
-    match run.engine:
-        case FakeEngine() | NativeEngine(device="cpu"):
-            return 0.0
-        case engine:
-            return min(1.0, run.rollout.replicas * engine.memory)
+    return min(1.0, run.rollout.replicas * run.engine.gpu_share)
 
 
 def _head_bytes(run: Run, model: ModelConfig, tokens: int) -> int:

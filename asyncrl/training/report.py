@@ -17,7 +17,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OffPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of a step whose log-probabilities differ most between trainer and engine."""
+    """The sample of a step whose log-probabilities differ most between trainer and engine."""
 
     group: int
     sample: int
@@ -43,6 +43,6 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float]
     shares: tuple[Share, ...] = ()
     off_policy: OffPolicy | None = None
-    """For those who want to see an example."""
+    """An example to look at."""
     alarms: tuple[str, ...] = ()
     """Figures beyond their documented levels, each with what to do about it."""

@@ -44,10 +44,11 @@ def make_model(
     settings: WarmStart, task: TaskSettings, seed: int, directory: str | Path, progress: Progress | None = None
 ) -> Path:
     """Write a Hugging Face checkpoint with its tokenizer into `directory`. Same seed, same bytes on one machine."""
-    if not isinstance(task, ChainsTask):
+    chains = task.worked_examples
+    if chains is None:
         raise ConfigError(
-            f"model.type=warm_start knows how to write examples for task.type=chains only, not for "
-            f"{type(task).__struct_config__.tag}; set model.type=checkpoint and model.path"
+            f"model.type=warm_start knows how to write examples for task.type=chains only, not for {task.kind}; set "
+            "model.type=checkpoint and model.path"
         )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def make_model(
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
-        _train(model, settings, Examples(task, tokenizer, settings.noise, seed), progress)
+        _train(model, settings, Examples(chains, tokenizer, settings.noise, seed), progress)
     finally:
         torch.set_num_threads(threads)
     save_model(model, directory)

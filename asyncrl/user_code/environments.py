@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.drop_reasons import DropReason
 from asyncrl.user_code.protocol import RewardFailure, attempt
 
 
@@ -28,4 +29,4 @@ def respond(function: Callable[..., Any], talk: Conversation) -> str | RewardFai
     if said is None or isinstance(said, RewardFailure) or (isinstance(said, str) and said):
         return said
     message = f"returned {said!r:.200}; an environment returns the text to give to the model, or None at the end"
-    return RewardFailure("environment_invalid", message)
+    return RewardFailure(DropReason.ENVIRONMENT_INVALID, message)

@@ -8,6 +8,7 @@ from threading import Thread
 from typing import Any, Generic, TypeVar
 
 from asyncrl.config.user_code import Called
+from asyncrl.drop_reasons import DropReason
 from asyncrl.observe.diagnosis.snapshot import Judging
 from asyncrl.system.user_functions import find_function, is_here
 from asyncrl.user_code.pool import Pool
@@ -66,6 +67,6 @@ class HerePool(Generic[In, Out]):
                 return await result
         except TimeoutError:
             message = f"no answer within {limit_s:g} s; it goes on in a thread: a function in a file can be killed"
-            return RewardFailure(f"{kind}_timeout", message)
+            return RewardFailure(DropReason.of_function(kind, "timeout"), message)
 
     async def close(self) -> None: ...

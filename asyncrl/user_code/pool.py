@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from asyncrl.config.user_code import Called, Reward
+from asyncrl.drop_reasons import DropReason, Failure
 from asyncrl.errors import ConfigError
 from asyncrl.observe.diagnosis.snapshot import Judging
 from asyncrl.system import processes
@@ -309,8 +310,8 @@ class _Worker:
         await self._end()
         return failure
 
-    def _failure(self, what: str, message: str) -> RewardFailure:
-        return RewardFailure(f"{self._settings.KIND}_{what}", message)
+    def _failure(self, failure: Failure, message: str) -> RewardFailure:
+        return RewardFailure(DropReason.of_function(self._settings.KIND, failure), message)
 
     async def _end(self) -> None:
         child, self._child = self._child, None

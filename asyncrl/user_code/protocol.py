@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.drop_reasons import DropReason, UserFunction
 from asyncrl.errors import AsyncRLError
 from asyncrl.system import user_functions
 from asyncrl.user_code.score import Score
@@ -29,7 +30,7 @@ class RewardFailure(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A sample without a reward: it is dropped and counted under its reason."""
 
     reason: str
-    """`reward_timeout`, `reward_error` or `reward_invalid`, and the same of an environment or a stage."""
+    """As `asyncrl.drop_reasons` has them."""
     message: str
 
 
@@ -61,13 +62,13 @@ MAX_MESSAGE = 1000
 """Characters of a failure's message that are kept."""
 
 
-def attempt(kind: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def attempt(kind: UserFunction, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What the call returns, awaited if it has to be, or why it failed."""
     try:
         value = function(*args, **kwargs)
         return asyncio.run(value) if isinstance(value, Coroutine) else value
     except Exception as error:  # the user's code may raise anything
-        return RewardFailure(f"{kind}_error", describe(error))
+        return RewardFailure(DropReason.of_function(kind, "error"), describe(error))
 
 
 def describe(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
+from asyncrl.drop_reasons import DropReason
 from asyncrl.types import Trajectory
 from asyncrl.user_code.protocol import RewardFailure, attempt
 from asyncrl.user_code.score import RULE, Rewarded, Score, read_score, rewarded
@@ -90,4 +91,4 @@ def _verdicts(passed: list[Any]) -> list[Verdict] | RewardFailure:
 
 
 def _invalid(value: object, rule: str) -> RewardFailure:
-    return RewardFailure("stage_invalid", f"returned {value!r:.200}; {rule}")
+    return RewardFailure(DropReason.STAGE_INVALID, f"returned {value!r:.200}; {rule}")

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from asyncrl.drop_reasons import DropReason, UserFunction
 from asyncrl.system.user_functions import find_function
 from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult, attempt
 from asyncrl.user_code.score import RULE, Score, read_score
@@ -50,7 +51,7 @@ def kind_of(name: str) -> Kind:
             return Kind(RewardInput, float | Score, judge)
 
 
-def main(name: str, location: str) -> None:
+def main(name: UserFunction, location: str) -> None:
     requests, answers = _private_pipes()
     threading.Thread(target=_die_with_parent, args=(requests.fileno(),), daemon=True).start()
     kind = kind_of(name)
@@ -69,7 +70,7 @@ def judge(function: Function, sample: RewardInput) -> RewardResult:
     if isinstance(value, RewardFailure):
         return value
     if (score := read_score(value)) is None:
-        return RewardFailure("reward_invalid", f"returned {value!r:.200}; {RULE}")
+        return RewardFailure(DropReason.REWARD_INVALID, f"returned {value!r:.200}; {RULE}")
     return score if score.parts else score.total
 
 
@@ -107,4 +108,4 @@ def _die_with_parent(requests: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(msgspec.convert(sys.argv[1], UserFunction), sys.argv[2])

@@ -1,4 +1,4 @@
-"""Who takes part in bringing a version out, attempt by attempt: events in, actions out, no I/O and no clock of its own.
+"""The rules of a publication, attempt by attempt: events in, actions out, no I/O and no clock of its own.
 
     idle --begin--> sending --every member acknowledged--> idle, the version counts
                        | a member refuses, is lost, or the deadline passes
@@ -8,14 +8,17 @@
                        v     (all have, or the grace is over)
                     sending again under the next epoch, every byte, with the live members; or GiveUp
 
+FleetState knows who takes part and which version counts; a publication goes to those who take part when it begins.
 An epoch is one group of members; over NCCL it is one communicator, which one failed member makes useless for all. It
-lasts over versions until an attempt fails. What is said of an earlier epoch changes nothing.
+lasts over versions until an attempt fails or other processes take part. What is said of an earlier epoch changes
+nothing.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from asyncrl.types import SendOrder
+from asyncrl.fleet.state import FleetState
+from asyncrl.types import SendOrder, WeightManifest
 
 ATTEMPTS = 2
 
@@ -58,18 +61,18 @@ State = Literal["idle", "sending", "ending"]
 class Epochs:
     """`required` members must stay; with fewer a version is given up. Times are seconds of any one clock."""
 
-    members: tuple[str, ...]
+    fleet: FleetState[Any]
     deadline_s: float
     grace_s: float
     required: int
     export_s: float = float("inf")
     """For the trainer, which may be busy, to put its version out; the members' deadline begins then."""
     epoch: int = 1
-    version: int = -1
-    """The last that counts."""
+    members: tuple[str, ...] = field(default=(), init=False)
+    """Of the publication that is under way, or was last: who is still asked."""
     state: State = field(default="idle", init=False)
-    under_way: int | None = field(default=None, init=False)
-    """Version of this attempt, once the trainer has put it out."""
+    under_way: WeightManifest | None = field(default=None, init=False)
+    """What this attempt brings, once the trainer has put it out."""
     wake: float = field(default=float("inf"), init=False)
     """When `tick` has something to do."""
     _acknowledged: set[str] = field(default_factory=set[str], init=False)
@@ -78,48 +81,43 @@ class Epochs:
     _lost: set[str] = field(default_factory=set[str], init=False)
     _attempt: int = field(default=0, init=False)
     _reasons: list[str] = field(default_factory=list[str], init=False)
+    _membership: int = field(init=False)
+    """`membership_changes` as they were when the epoch began."""
+
+    def __post_init__(self) -> None:
+        self._membership = self.fleet.membership_changes
 
     def begin(self, now: float) -> list[Action]:
         if self.state != "idle":
             raise ValueError(f"epoch {self.epoch} is {self.state}: one version at a time")
-        self._attempt, self._reasons = 0, []
+        self._attempt, self._reasons, self.members = 0, [], self.fleet.participants
+        if self.fleet.membership_changes != self._membership:
+            self._next_epoch()
         return self._send(now, dense=False)
 
-    def join(self, member: str) -> None:
-        """Take part from the next version on: it came back, or is new."""
-        if self.state != "idle":
-            raise ValueError(f"epoch {self.epoch} is {self.state}: {member} can join between two versions")
-        self.epoch += 1
-        self.members = tuple(dict.fromkeys((*self.members, member)))
-
-    def leave(self, member: str) -> None:
-        """Take part no longer."""
-        if self.state != "idle":
-            raise ValueError(f"epoch {self.epoch} is {self.state}: {member} can leave between two versions")
-        if member in self.members:
-            self.epoch += 1
-            self.members = tuple(each for each in self.members if each != member)
-
-    def sent(self, epoch: int, version: int, now: float) -> list[Action]:
+    def sent(self, epoch: int, manifest: WeightManifest, now: float) -> list[Action]:
         """The trainer has put its version out."""
         if epoch == self.epoch and self.state == "sending":
-            if version < self.version:
-                raise ValueError(f"version {version} is older than {self.version}, which counts already")
-            self.under_way, self.wake = version, now + self.deadline_s
+            version, published = manifest.version, self.fleet.published_version
+            if version < published:
+                raise ValueError(f"version {version} is older than {published}, which counts already")
+            self.under_way, self.wake = manifest, now + self.deadline_s
         return []
 
     def acknowledged(self, member: str, epoch: int, now: float) -> list[Action]:
         """It serves the version, checked."""
         if not self._speaks(member, epoch):
             return []
+        assert self.under_way is not None
+        self.fleet.acknowledged(member, self.under_way.version)
         if self.state == "ending":
             return self._is_out(member, now)
         self._acknowledged.add(member)
         if self._acknowledged != set(self.members):
             return []
-        assert self.under_way is not None
-        self.state, self.wake, self.version = "idle", float("inf"), self.under_way
-        return [Deliver(self.version)]
+        self.state, self.wake = "idle", float("inf")
+        self.fleet.published(self.under_way)
+        return [Deliver(self.under_way.version)]
 
     def refused(self, member: str, epoch: int, reason: str, now: float) -> list[Action]:
         """It stays with the version before, and is out of the attempt."""
@@ -187,9 +185,15 @@ class Epochs:
         if grace_over and silent:
             self._reasons.append(f"{', '.join(sorted(silent))} hung")
         gone = self._lost | (silent if grace_over else set[str]())
-        version, self.epoch = self.under_way, self.epoch + 1
+        for member in gone:
+            self.fleet.left_behind(member, hung=member in silent)
         self.members = tuple(member for member in self.members if member not in gone)
+        self._next_epoch()
         if hopeless:
             self.state, self.wake = "idle", float("inf")
-            return [GiveUp(version, "; ".join(self._reasons))]
+            return [GiveUp(None if self.under_way is None else self.under_way.version, "; ".join(self._reasons))]
         return self._send(now, dense=True)
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self._membership = self.fleet.membership_changes

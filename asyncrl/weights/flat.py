@@ -1,4 +1,9 @@
-"""A publication's bytes in one piece of memory: a map of shared memory, a GPU's, or the receiver's own."""
+"""A publication's bytes in one piece of memory: a map of shared memory, a GPU's, or the receiver's own.
+
+On a GPU its digest is one that the GPU computes as fast as it reads: the sum of 64-bit words, each times an odd number
+of its place. One changed bit always changes it, because an odd factor can be undone modulo 2**64. Sums of neighbouring
+ranges add up to that of both, so the digests of the buckets also give that of the whole, in one pass.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -11,11 +16,6 @@ import xxhash
 from asyncrl.system.optional import require
 from asyncrl.types import Bucket, TensorSpec, WeightManifest
 from asyncrl.weights.manifest import BUCKET_BYTES, Range, as_bytes, cut, digest_sums, digest_tensors, is_word_sum
-
-# A digest that a GPU computes as fast as it reads: the sum of 64-bit words, each times an odd number of its place.
-#
-# One changed bit always changes it, because an odd factor can be undone modulo 2**64. Sums of neighbouring ranges add
-# up to that of both, so the digests of the buckets also give that of the whole, in one pass.
 
 ODD = -7046029254386353131
 """The golden ratio in 64 bits: consecutive multiples are spread evenly."""

@@ -11,8 +11,6 @@ from asyncrl.types import TensorSpec
 ALIGNMENT = 64
 BUCKET_BYTES = 256 << 20
 """Largest bucket: long enough for full speed, short enough to tell where a transfer broke."""
-CUDA_IPC = "cuda-ipc:"
-"""Begins the location of weights on a GPU of this host; the other schemes stand in their transports' files."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Range = tuple[int, int]
 """Offset and size in bytes."""
@@ -55,7 +53,7 @@ def digest_tensors(named: NamedTensors) -> str:
 
 
 def digest_sums(specs: tuple[TensorSpec, ...], sums: Iterable[int]) -> str:
-    """The same for bytes on a GPU: names, shapes and dtypes by hash, the bytes by their word sums (word_sum.py)."""
+    """The same for bytes on a GPU: names, shapes and dtypes by hash, the bytes by their word sums (flat.py)."""
     names = xxhash.xxh3_64_hexdigest(msgspec.json.encode(specs))
     return f"{names}-{sum(sums) % 2**64:016x}"
 

@@ -11,7 +11,6 @@ from math import isfinite
 import numpy as np
 
 from asyncrl.config import Run
-from asyncrl.config.engine import FakeEngine, VllmEngine
 from asyncrl.config.precision import numerics
 from asyncrl.types import Probe, Request, Sampling
 
@@ -24,7 +23,7 @@ FP8_TOLERANCE = 0.3
 
 def wanted(run: Run) -> bool:
     """An engine without a model has nothing to agree on."""
-    return run.weights.probe and not isinstance(run.engine, FakeEngine)
+    return run.weights.probe and run.engine.has_model
 
 
 def prompts(vocabulary: int) -> tuple[tuple[int, ...], ...]:
@@ -35,9 +34,7 @@ def prompts(vocabulary: int) -> tuple[tuple[int, ...], ...]:
 
 def tolerance(run: Run) -> float:
     """By the coarser of both precisions."""
-    if isinstance(run.engine, VllmEngine) and (run.engine.quantization != "none" or run.engine.kv_dtype == "fp8"):
-        return FP8_TOLERANCE
-    if numerics(run.rollout.precision, run.rollout.fp8) is not None:
+    if run.engine.own_fp8 or numerics(run.rollout.precision, run.rollout.fp8) is not None:
         return FP8_TOLERANCE
     return 1e-3 if (run.rollout.precision, run.trainer.dtype) == ("fp32", "fp32") else 0.1
 

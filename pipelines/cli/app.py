@@ -1,4 +1,4 @@
-"""The command line. Heavy imports wait until a command needs them, so that help and refusals come at once."""
+"""The command line. Heavy imports wait until a command needs them, so that help and errors come at once."""
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
 """`asyncrl chaos`: a real run as a child process, faults from a seed, and the checker over what is left.
 
-    start -> reach the fault's point -> hit -> (the run mends itself, or has ended: resume) -> ... -> check
+    start -> reach the fault's point -> inject -> (the run recovers, or has ended: resume) -> ... -> check
 
 A run that ends by itself with an error after a fault is resumed; one that does so again and again, or that does
 nothing for longer than its own deadlines, has failed. The verdict names the seed, and the command that repeats it.
@@ -32,51 +32,11 @@ from asyncrl.types import Slot
 from pipelines.cli.check import check, conservation
 from pipelines.compose import compose
 
-# The processes of one run, found from outside it: by its directory, and by a mark in their environment. Linux only.
-
 MARK = "ASYNCRL_CHAOS"
 """Environment variable of the driver and so of every process that comes from it; its value is the run directory."""
 CLASSES = {"buffer": "BufferActor", "reward": "RewardActor", "trainer": "TrainerActor", "drafter": "DrafterActor"}
 RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""They hold nothing of ours, and end by themselves a minute after the head node that died with the driver."""
-
-
-class Processes:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.environment = {MARK: str(directory)}
-
-    def of(self, role: str) -> int | None:
-        """The living process of a role: as the driver wrote it down, or, made anew since, by its title."""
-        path = RunDirectory(self._directory).actors
-        known: dict[str, int] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-        titles = dict(self._living())
-        if known.get(role) in titles:
-            return known[role]
-        title = f"ray::{CLASSES.get(role.split('-')[0], 'RolloutActor')}"
-        return next((pid for pid, text in titles.items() if text.startswith(title)), None)
-
-    def end(self, timeout_s: float) -> None:
-        """Wait until none is left; whoever outlives its driver by `timeout_s` is killed."""
-        end = time.monotonic() + timeout_s
-        while left := [pid for pid, title in self._living() if not title.startswith(RAYS_AGENTS)]:
-            if time.monotonic() > end:
-                for pid in left:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
-
-    def _living(self) -> Iterator[tuple[int, str]]:
-        """Process ids and titles."""
-        mark = f"{MARK}={self._directory}\0".encode()
-        for process in Path("/proc").iterdir():
-            if not process.name.isdigit() or int(process.name) == os.getpid():
-                continue
-            with suppress(OSError):  # it ended while we looked, or belongs to somebody else
-                if mark in (process / "environ").read_bytes():
-                    yield int(process.name), (process / "cmdline").read_bytes().decode(errors="replace")
-
-
+"""They hold no state of ours, and end by themselves a minute after the head node that died with the driver."""
 COMMAND = "from pipelines.cli import main; raise SystemExit(main())"
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 PUSH = "CoreWorkerService.grpc_client.PushTask"
@@ -110,22 +70,22 @@ def chaos(
         wrapper = write_wrapper(module, run.reward.function, seed, bad, run.steps * run.samples_per_step)
         named = [*named, f"reward.function={wrapper}"]
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as rays:
-        trial = Quarantine(directory, run.name, run.steps, named, rays, run.flow.stall_timeout_s + END_S)
+        attacked = ChaosRun(directory, run.name, run.steps, named, rays, run.flow.stall_timeout_s + END_S)
         try:
-            trial.run(planned)
-            said = trial.verdict(at_least)
+            attacked.run(planned)
+            verdict = attacked.verdict(at_least)
         except AsyncRLError as error:
             again = ["asyncrl", "chaos", *overrides, "--seed", str(seed), "--faults", ",".join(faults)]
             print(f"chaos seed {seed}: FAILED: {error}\nrepeat: {shlex.join([*again, '--rounds', str(rounds)])}")
             return 1
         finally:
-            trial.stop()
-    print(f"chaos seed {seed}: sound: {said}")
+            attacked.stop()
+    print(f"chaos seed {seed}: sound: {verdict}")
     return 0
 
 
-class Quarantine:
-    """One run and what is done to it."""
+class ChaosRun:
+    """A run under attack: starts it, injects the planned faults, resumes it, and judges what is left."""
 
     def __init__(
         self, directory: Path, run_id: str, steps: int, overrides: Sequence[str], rays: str, patience_s: float
@@ -147,7 +107,7 @@ class Quarantine:
         for fault in planned:
             while self._reach(fault.at, most):
                 time.sleep(fault.delay_s)
-                if self._hit(fault):
+                if self._inject(fault):
                     self._done.append(f"{fault.kind} {fault.role}")
                     break
         self._reach(2.0, most)
@@ -198,8 +158,8 @@ class Quarantine:
 
     def _start(self, **environment: str) -> None:
         self._processes.end(END_S)
-        begun = (self._directory / "config.yaml").exists()
-        words = ["resume", str(self._directory)] if begun else ["run", *self._overrides]
+        started = (self._directory / "config.yaml").exists()
+        words = ["resume", str(self._directory)] if started else ["run", *self._overrides]
         with self._log.open("ab") as log:
             self._driver = subprocess.Popen(
                 [sys.executable, "-P", "-c", COMMAND, *words],
@@ -233,8 +193,8 @@ class Quarantine:
 
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _hit(self, fault: Fault) -> bool:
-        """False: it met nobody, as the run has ended in the meantime."""
+    def _inject(self, fault: Fault) -> bool:
+        """False: the run ended before the fault was injected."""
         rng = random.Random(fault.seed)
         match fault.kind:
             case "kill" | "segv" | "stop":
@@ -263,7 +223,7 @@ class Quarantine:
         return True
 
     def _fill_disk(self, role: str) -> bool:
-        """Files of one process cannot grow any more; its successor is free of that."""
+        """Files of one process cannot grow any more; a restarted process is not limited."""
         sizes = [path.stat().st_size for path in self._trajectories.glob("trajectories-*.open")]
         room = (max(sizes, default=0) if role == "buffer" else 0) + DISK_ROOM
         if (pid := self._find(role)) is None:
@@ -273,7 +233,7 @@ class Quarantine:
         return True
 
     def _find(self, role: str) -> int | None:
-        """The process of a role, waited for while it is made anew; None once the run has ended."""
+        """The process of a role, waited for while it restarts; None once the run has ended."""
         assert self._driver is not None
         end = time.monotonic() + END_S
         while self._driver.poll() is None and time.monotonic() < end:
@@ -303,3 +263,42 @@ class Quarantine:
             )
         self._starts -= 1  # it was meant to fail
         flipped.toggle()
+
+
+class Processes:
+    """The processes of one run, seen from outside: by its directory, and by a mark in their environment. Linux only."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.environment = {MARK: str(directory)}
+
+    def of(self, role: str) -> int | None:
+        """The living process of a role: as the driver wrote it down, or, if it was restarted since, by its title."""
+        path = RunDirectory(self._directory).actors
+        known: dict[str, int] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        titles = dict(self._living())
+        if known.get(role) in titles:
+            return known[role]
+        title = f"ray::{CLASSES.get(role.split('-')[0], 'RolloutActor')}"
+        return next((pid for pid, text in titles.items() if text.startswith(title)), None)
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until none is left; whoever outlives its driver by `timeout_s` is killed."""
+        end = time.monotonic() + timeout_s
+        while left := [pid for pid, title in self._living() if not title.startswith(RAYS_AGENTS)]:
+            if time.monotonic() > end:
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+    def _living(self) -> Iterator[tuple[int, str]]:
+        """Process ids and titles. Read from /proc: Ray writes titles over the start of a process's environment, and
+        psutil stops parsing it there."""
+        mark = f"{MARK}={self._directory}\0".encode()
+        for process in Path("/proc").iterdir():
+            if not process.name.isdigit() or int(process.name) == os.getpid():
+                continue
+            with suppress(OSError):  # it ended while we looked, or belongs to somebody else
+                if mark in (process / "environ").read_bytes():
+                    yield int(process.name), (process / "cmdline").read_bytes().decode(errors="replace")

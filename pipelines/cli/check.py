@@ -1,4 +1,4 @@
-"""`asyncrl check RUN`: does the directory of a run keep what the run promised?"""
+"""`asyncrl check RUN`: proves from the directory of a run that the run kept its guarantees."""
 
 from collections.abc import Iterator
 from pathlib import Path

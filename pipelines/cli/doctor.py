@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: one line for each thing that was looked at, with the command that mends it."""
+"""`asyncrl doctor`: one line for each check, with the command that mends it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def doctor(*, as_json: bool = False, root: Path = Path("runs")) -> int:
-    """0 if nothing keeps runs from working here, else 1."""
+    """Exit code: 0 if runs can work here, else 1."""
     verdicts = judge(gather(root))
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(verdicts), indent=1).decode())

@@ -1,4 +1,4 @@
-"""Drafting heads offline: learn one from what a run recorded, and take one out of a run.
+"""`asyncrl drafter`: trains a draft head on what a run recorded, and exports one.
 
 recorded trajectories -> one forward of the run's policy -> hidden states -> DrafterLearner -> RUN/drafter
 """
@@ -32,13 +32,13 @@ from pipelines.compose import from_yaml
 
 JUDGE_TOKENS = 8192
 JUDGING_GROUPS = 4
-"""Held out at least, about: a short run's share would be none."""
+"""Groups that are held out at least, about: the share of a short run would be none."""
 LINES = 10
 DRAFTERS: dict[Kind, HeadDrafter] = {"eagle": EagleDrafter(), "eagle3": Eagle3Drafter()}
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it, on answers that were not trained on."""
+    """The result, on completions that were not trained on."""
 
     before: Acceptance
     after: Acceptance
@@ -81,8 +81,8 @@ def export(path: Path, out: Path) -> Kind:
 
 def _drafter(run: Run, kind: Kind | None) -> HeadDrafter:
     """The run's own drafter, if it is of that kind, else one with default settings."""
-    own = run.drafter
-    if isinstance(own, EagleDrafter | Eagle3Drafter) and kind in (None, own.__struct_config__.tag):
+    own = run.drafter.head
+    if own is not None and kind in (None, own.architecture):
         return own
     return DRAFTERS[kind or "eagle3"]
 

@@ -28,7 +28,7 @@ CHANGEABLE = (
     *("seed", "steps", "max_staleness", "staleness", "flow"),
     *("rollout", "elastic", "buffer", "reward", "algorithm"),
 )
-"""Settings of a recorded run that a simulation can try others of."""
+"""Settings of a recorded run that a simulation can change."""
 MARK = "SIMULATED, not measured"
 BOTH_WAIT = 0.2
 """Shares of time from which a split alone cannot be the remedy."""
@@ -99,7 +99,7 @@ def pace(settings: Run, *, profile: str | None, from_run: Path | None) -> Rates:
 
 
 def _profile(name: str) -> Path:
-    """A file, or the name of one that comes along."""
+    """A file, or the name of one in configs/profile."""
     shipped = {path.stem: path for path in (CONFIGS / "profile").glob("*.yaml")}
     if name not in shipped and not Path(name).exists():
         raise ConfigError(f"--profile {name} is no file and not shipped: {did_you_mean(name, shipped)}")
@@ -121,7 +121,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 
 def _one(settings: Run, profile: Profile, options: Options) -> Outcome:
-    """As configured, or the split that was asked for."""
+    """The split as configured, or as requested."""
     if options.gpus is None:
         return simulate(settings, profile, trainer_gpus=options.trainer_gpus, warm_up=warm_up(settings))
     profile = msgspec.structs.replace(profile, sharing=Sharing())  # GPUs of their own

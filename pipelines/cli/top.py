@@ -51,7 +51,7 @@ def _follow(watch: Watch, found: Snapshot, console: Console) -> Snapshot:
 
 @contextmanager
 def _keys() -> Generator[Any, None, None]:
-    """A function that waits so long for a key, without one of the terminal's lines being ended."""
+    """A function that waits so long for a key, without a line of the terminal being ended."""
     if not sys.stdin.isatty():
         yield time.sleep
         return
@@ -138,7 +138,7 @@ def _line(event: dict[str, Any]) -> Text:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve of letters, from the lowest value to the highest."""
+    """A curve of characters, from the lowest value to the highest."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     width = (high - low) or 1.0
     return "".join(BARS[int((value - low) / width * (len(BARS) - 1))] for value in values)
@@ -149,5 +149,5 @@ def _time(seconds: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """What a terminal would obey becomes visible instead."""
+    """Control characters become visible instead of being obeyed by the terminal."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -1,0 +1,1 @@
+"""Clusters: rules for their files, starting and stopping them, and jobs that run on them."""

@@ -1,6 +1,6 @@
-"""A cluster that a file describes, by way of Ray's own commands: up, exec, rsync-down, down.
+"""Manages the cluster of a file with Ray's own commands: up, exec, rsync-down, down.
 
-They go over SSH, so no port of the cluster is opened for us. What Ray prints is shown where a command fails.
+They use SSH, so no port of the cluster is opened for us. Ray's output is shown when a command fails.
 """
 
 import re
@@ -22,7 +22,7 @@ from pipelines.cluster import rules
 
 RAY = Path(sys.executable).with_name("ray")
 CLIENTS = {"aws": ("boto3", "boto3"), "gcp": ("googleapiclient", "google-api-python-client")}
-"""What Ray speaks to a provider with: module and package."""
+"""The client library that Ray needs for a provider: module and package."""
 JOIN_SECONDS = 1800
 """For the nodes that a cluster begins with: machines may have to be made, and install gigabytes."""
 STAGE = re.compile(r"\[\d/\d\] .*")
@@ -34,7 +34,7 @@ SSH_OPTIONS = (
     *("-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=5"),
     *("-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null"),
 )
-"""No questions, no endless waits; and as Ray does it, without asking which machine it speaks to."""
+"""No prompts, no endless waits; and, as Ray does it, without checking host keys."""
 
 
 class OnCluster(Settings, frozen=True):
@@ -43,7 +43,7 @@ class OnCluster(Settings, frozen=True):
     directory: str = "~/asyncrl"
     """The checkout on the head."""
     overrides: tuple[str, ...] = ()
-    """What every run on this cluster is told first."""
+    """Overrides that come first for every run on this cluster."""
 
 
 class Cluster:
@@ -80,25 +80,25 @@ class Cluster:
     def up(self) -> None:
         """Bring it up, or the checkout on it up to date: a Ray that runs is not restarted, nor are its jobs lost."""
         mounts = self._file["file_mounts"].items()
-        auth.ensure_token(Path(next(ours for place, ours in mounts if place.endswith(rules.MOUNTED_AT))).expanduser())
-        self._knock()
+        auth.ensure_token(Path(next(ours for theirs, ours in mounts if theirs.endswith(rules.MOUNTED_AT))).expanduser())
+        self._check_access()
         restart = ["--no-restart"] if self._runs() else []
         options = ("--yes", "--no-config-cache", "--disable-usage-stats", *restart)
         self._ray("`ray up` did not bring it up", "up", *options, str(self.path))
         log = f"ray exec {self.path} 'tail -n 100 /tmp/ray/session_latest/logs/monitor*'"
         self.on_head(f"not all nodes came; look at {log}", "wait", str(self.nodes), str(JOIN_SECONDS))
 
-    def _knock(self) -> None:
-        """Ask a machine that must be there already whether it lets us in. Ray would try for a quarter of an hour."""
+    def _check_access(self) -> None:
+        """Check that a machine that must exist already accepts our login. Ray would try for a quarter of an hour."""
         if self._provider["type"] != "local":
             return
-        door, login = self._provider.get("external_head_ip", self._provider["head_ip"]), self._file["auth"]
+        host, login = self._provider.get("external_head_ip", self._provider["head_ip"]), self._file["auth"]
         words = ["ssh", *SSH_OPTIONS]
         if key := login.get("ssh_private_key"):
             words += ["-i", str(Path(key).expanduser())]
         if proxy := login.get("ssh_proxy_command"):
             words += ["-o", f"ProxyCommand={proxy}"]
-        words += [f"{login['ssh_user']}@{door}", "true"]
+        words += [f"{login['ssh_user']}@{host}", "true"]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ClusterError(f"{self.path}: the head does not let us in: {' '.join(words)}\n{done.stderr.strip()}")

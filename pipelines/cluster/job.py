@@ -1,4 +1,4 @@
-"""On the head node: a run that outlives the connection that began it, with its log and its exit code.
+"""On the head node: a run that outlives the connection that started it, with its log and its exit code.
 
 python -m pipelines.cluster.job start NAME WORD ...     begin it; refused while one of that name runs
 python -m pipelines.cluster.job follow NAME MARK        print MARK, its log until it ends, and MARK with its exit code
@@ -24,21 +24,21 @@ LOST = 1
 
 class Job:
     def __init__(self, name: str) -> None:
-        self._place = Path.home() / ".asyncrl" / "jobs" / name
+        self._directory = Path.home() / ".asyncrl" / "jobs" / name
         parts = ("log", "code", "supervisor", "process")
-        self._log, self._code, self._supervisor, self._process = (self._place / part for part in parts)
+        self._log, self._code, self._supervisor, self._process = (self._directory / part for part in parts)
 
     def start(self, words: list[str]) -> None:
         if self._running():
             raise ConfigError(
-                f"name={self._place.name} runs already: follow it with --follow, or choose another name=..."
+                f"name={self._directory.name} runs already: follow it with --follow, or choose another name=..."
             )
         with owner_only():
-            self._place.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(parents=True, exist_ok=True)
             for left in (self._code, self._process):
                 left.unlink(missing_ok=True)
             self._log.write_bytes(b"")
-            supervisor = [sys.executable, "-m", __spec__.name, "supervise", self._place.name, *words]
+            supervisor = [sys.executable, "-m", __spec__.name, "supervise", self._directory.name, *words]
             begun = subprocess.Popen(
                 supervisor,
                 start_new_session=True,

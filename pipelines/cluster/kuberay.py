@@ -28,7 +28,7 @@ def problems(manifest: dict[str, Any]) -> Iterator[str]:
         if not spec.get(group):
             yield f"{prefix}.{group} is missing"
             return
-    for rule in (_doors, _autoscaler, _groups):
+    for rule in (_access, _autoscaler, _groups):
         yield from (f"{prefix}.{problem}" for problem in rule(spec, kind))
 
 
@@ -40,7 +40,7 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
         yield "spec.shutdownAfterJobFinishes: set it to true, or the nodes stay after the run"
 
 
-def _doors(spec: dict[str, Any], kind: str) -> Iterator[str]:
+def _access(spec: dict[str, Any], kind: str) -> Iterator[str]:
     mode = spec.get("authOptions", {}).get("mode")
     if mode != "token":
         yield f"authOptions.mode={mode}: this Ray obeys everybody who reaches it; use `mode: token`"

@@ -1,6 +1,6 @@
-"""Is a cluster file fit to be used? Ray's schema, and our own rules: who is let in, what nodes offer, what it may cost.
+"""Checks of a cluster file: Ray's schema, and our own rules on who is let in, what nodes offer and what it may cost.
 
-`ray up` files are looked at with Ray's defaults filled in, which leave the dashboard open to everybody on AWS and GCP.
+`ray up` files are checked with Ray's defaults filled in, which leave the dashboard open to everybody on AWS and GCP.
 KubeRay manifests have rules of their own.
 """
 
@@ -16,26 +16,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.fleet.placement import ROLLOUT_SLOT, TRAINER_SLOT
 from pipelines.cluster import kuberay
 
-# What Ray itself makes of a `ray up` file. Private API of Ray 2.59 to 2.61, here and nowhere else; a test pins it.
-
-
-def prepared(cluster: dict[str, Any]) -> dict[str, Any]:
-    """The cluster with Ray's defaults filled in; ConfigError with the field if Ray's schema does not allow it."""
-    import jsonschema  # of Ray's own requirements
-    from ray.autoscaler._private import util
-
-    ray = cast(Any, util)
-    try:
-        full: dict[str, Any] = ray.prepare_config(cluster)
-        ray.validate_config(full)
-    except jsonschema.ValidationError as error:
-        field = ".".join(str(part) for part in error.absolute_path) or "the file"
-        raise ConfigError(f"{field}: Ray does not allow it: {error.message}") from None
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"Ray does not take it: {error}") from None
-    return full
-
-
 MOUNTED_AT = ".ray/auth_token"
 """Where Ray looks for the token."""
 STARTS = ("head_start_ray_commands", "worker_start_ray_commands")
@@ -43,7 +23,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WORKER_PORTS = range(10002, 20000)
 EVERYBODY = ("0.0.0.0/0", "::/0")
 UNFILLED = re.compile(r"CHANGE_ME|\b192\.0\.2\.\d+\b")
-"""What our templates hold where only you know; 192.0.2.* are addresses of examples, which no machine has."""
+"""Placeholders of our templates; 192.0.2.* are addresses for examples, which no machine has."""
 
 
 def check(path: Path) -> dict[str, Any]:
@@ -76,10 +56,30 @@ def problems(cluster: dict[str, Any]) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    rules: tuple[Callable[[dict[str, Any]], Iterator[str]], ...] = (_token, _doors, _ports, _slots)
+    rules: tuple[Callable[[dict[str, Any]], Iterator[str]], ...] = (_token, _access, _ports, _slots)
     for rule in rules:
         yield from rule(full)
     yield from _local(full) if full["provider"]["type"] == "local" else _sizes(cluster)
+
+
+def prepared(cluster: dict[str, Any]) -> dict[str, Any]:
+    """The cluster with Ray's defaults filled in; ConfigError with the field if Ray's schema does not allow it.
+
+    Private API of Ray 2.59 to 2.61, here and nowhere else; a test pins it.
+    """
+    import jsonschema  # of Ray's own requirements
+    from ray.autoscaler._private import util
+
+    ray = cast(Any, util)
+    try:
+        full: dict[str, Any] = ray.prepare_config(cluster)
+        ray.validate_config(full)
+    except jsonschema.ValidationError as error:
+        field = ".".join(str(part) for part in error.absolute_path) or "the file"
+        raise ConfigError(f"{field}: Ray does not allow it: {error.message}") from None
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"Ray does not take it: {error}") from None
+    return full
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _shape(cluster: dict[str, Any]) -> Iterator[str]:
-    """What Ray answers by ending the process, or not at all."""
+    """Mistakes that Ray answers by ending the process, or not at all."""
     provider = cluster.get("provider")
     if not isinstance(provider, dict) or "type" not in provider:
         yield "provider.type is missing: local, aws or gcp"
@@ -115,7 +115,7 @@ def _shape(cluster: dict[str, Any]) -> Iterator[str]:
 
 
 def _token(cluster: dict[str, Any]) -> Iterator[str]:
-    if not any(place.endswith(MOUNTED_AT) for place in cluster["file_mounts"]):
+    if not any(path.endswith(MOUNTED_AT) for path in cluster["file_mounts"]):
         yield f"file_mounts={cluster['file_mounts']}: no token is mounted; add `~/{MOUNTED_AT}: ~/{MOUNTED_AT}`"
     everywhere = " ".join((*cluster["initialization_commands"], *cluster["setup_commands"]))
     for field, command in _starts(cluster):
@@ -127,7 +127,7 @@ def _token(cluster: dict[str, Any]) -> Iterator[str]:
             yield f"{field}: a token in a command is in logs and process lists; mount it as a file (file_mounts)"
 
 
-def _doors(cluster: dict[str, Any]) -> Iterator[str]:
+def _access(cluster: dict[str, Any]) -> Iterator[str]:
     for field, command in _starts(cluster):
         host = _option(command, "dashboard-host")
         if host is not None and host not in LOOPBACK:
@@ -148,7 +148,7 @@ def _ports(cluster: dict[str, Any]) -> Iterator[str]:
 
 
 def _slots(cluster: dict[str, Any]) -> Iterator[str]:
-    """Actors ask for places by name: somebody has to offer them."""
+    """Actors are placed by named resources: some node has to offer them."""
     offered: dict[str, float] = {}
     for field, command in _starts(cluster):
         if text := re.search(r"--resources[= ]'([^']*)'", command):
@@ -187,7 +187,7 @@ def _local(cluster: dict[str, Any]) -> Iterator[str]:
 
 
 def _sizes(cluster: dict[str, Any]) -> Iterator[str]:
-    """What it may grow to is what it may cost, so it is said, not left to defaults."""
+    """What a cluster may grow to is what it may cost, so it must be said, not left to defaults."""
     kinds: dict[str, Any] = cluster.get("available_node_types", {})
     workers = {name: kind for name, kind in kinds.items() if name != cluster.get("head_node_type")}
     for name, kind in workers.items():

@@ -21,16 +21,16 @@ FETCHED = Path("runs")
 def submit(path: Path, overrides: Sequence[str], *, down: bool = False) -> int:
     """Train on the cluster that `path` describes; returns the run's exit code."""
     cluster = Cluster(path)
-    told = [*cluster.settings.overrides, *overrides, "cluster=auto"]
-    run = _checked(cluster, told, down=down)
-    return _work(cluster, run, [ASYNCRL, "run", *told], down=down)
+    settings = [*cluster.settings.overrides, *overrides, "cluster=auto"]
+    run = _checked(cluster, settings, down=down)
+    return _work(cluster, run, [ASYNCRL, "run", *settings], down=down)
 
 
 def resume(path: Path, name: str, *, down: bool = False) -> int:
     """Continue a run of that cluster."""
     cluster = Cluster(path)
     run = _checked(cluster, [*cluster.settings.overrides, f"name={name}", "cluster=auto"], down=down)
-    return _work(cluster, run, [ASYNCRL, "resume", _place(run)], down=down)
+    return _work(cluster, run, [ASYNCRL, "resume", _directory(run)], down=down)
 
 
 def follow(path: Path, name: str) -> int:
@@ -44,9 +44,9 @@ def stop(path: Path, name: str) -> int:
     return 0
 
 
-def _checked(cluster: Cluster, told: Sequence[str], *, down: bool) -> Run:
-    """The settings as the head will read them, refused before a machine costs money."""
-    run = compose(told)
+def _checked(cluster: Cluster, settings: Sequence[str], *, down: bool) -> Run:
+    """The settings as the head will read them, checked before a machine costs money."""
+    run = compose(settings)
     if not Path(run.root).is_absolute():
         raise ConfigError(
             f"root={run.root} must be a directory that all nodes see under the same path: give root=/shared/runs, or "
@@ -61,10 +61,10 @@ def _work(cluster: Cluster, run: Run, words: Sequence[str], *, down: bool) -> in
     say(f"bringing up {cluster.path}: {cluster.nodes} nodes to begin with")
     cluster.up()
     cluster.on_head(f"{run.name} did not begin", "job", "start", run.name, *words)
-    say(f"{run.name} runs on the head, in {_place(run)}")
+    say(f"{run.name} runs on the head, in {_directory(run)}")
     code = _follow(cluster, run.name)
     if down:
-        cluster.fetch(_place(run), FETCHED / run.name)
+        cluster.fetch(_directory(run), FETCHED / run.name)
         cluster.down()
         say(f"the cluster is down; the run is in {FETCHED / run.name}")
     return code
@@ -82,5 +82,5 @@ def _follow(cluster: Cluster, name: str) -> int:
     return code
 
 
-def _place(run: Run) -> str:
+def _directory(run: Run) -> str:
     return str(Path(run.root) / run.name)

@@ -25,7 +25,7 @@ from asyncrl.config import Run
 from asyncrl.errors import ActorError, EngineError, WeightSyncError
 from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
 from asyncrl.types import EngineStats, WeightManifest
-from asyncrl.weights.transports.nccl import SCHEME as NCCL
+from asyncrl.weights.transports.registry import serves_late_joiners
 from pipelines.fleet.engine_pool import EnginePool
 from pipelines.recording.recorder import Recorder
 
@@ -60,7 +60,7 @@ class Waits:
 
 async def engine_stats(fleet: Fleet, names: tuple[str, ...]) -> dict[str, EngineStats]:
     """Of those that answer."""
-    found = await asyncio.gather(*(fleet.engines[name].stats() for name in names), return_exceptions=True)
+    found = await asyncio.gather(*(fleet.state.handles[name].stats() for name in names), return_exceptions=True)
     return {name: stats for name, stats in zip(names, found, strict=True) if isinstance(stats, EngineStats)}
 
 
@@ -68,7 +68,7 @@ async def tune(run: Run, fleet: Fleet, engines: EnginePool) -> None:
     """Adapt how much each engine is given to what it says of itself; ends by being cancelled."""
     while True:
         await asyncio.sleep(run.concurrency.interval_s)
-        engines.load.observe(time.monotonic(), await engine_stats(fleet, engines.health.serving))
+        engines.load.observe(time.monotonic(), await engine_stats(fleet, fleet.state.serving))
         await engines.notify()
 
 
@@ -91,6 +91,7 @@ class ElasticPool:
         self._folder = Path(run.root).resolve() / run.name / "weights" / "joining"
         self._deadline_s = run.weights.deadline_s
         self._fleet, self._engines, self._recorder, self._waits = fleet, engines, recorder, waits
+        self._state = fleet.state
         self._one_version, self._refit, self._places = one_version, refit, places
         self._policy = ElasticPolicy(run.elastic, run.rollout.replicas)
         self._names = (f"rollout-{number}" for number in count(run.rollout.replicas))
@@ -109,15 +110,15 @@ class ElasticPool:
 
     async def _look(self) -> None:
         """Measure one interval, and decide."""
-        serving = self._engines.health.serving
+        serving = self._state.serving
         for _ in range(LOOKS):
             empty = self._engines.load.empty(serving, self._places()) if self._waits.for_places else 0.0
             self._waits.meter.rollout(time.monotonic(), empty)
             await asyncio.sleep(self._settings.interval_s / LOOKS)
-        stats = (await engine_stats(self._fleet, self._engines.health.serving)).values()
+        stats = (await engine_stats(self._fleet, self._state.serving)).values()
         queued = sum(said.waiting for said in stats) / max(1, sum(said.running for said in stats))
         measured = self._waits.meter.read(time.monotonic(), queued)
-        size = len(self._engines.health.serving)
+        size = len(self._state.serving)
         self._recorder.event("pool", size=size, wanted=self._policy.wanted, **measured._asdict())
         resize = self._policy.observe(time.monotonic(), size, measured)
         if resize is not None:
@@ -125,16 +126,16 @@ class ElasticPool:
 
     def _follow(self, tasks: asyncio.TaskGroup) -> None:
         """Begin what leads to the size that is wanted."""
-        health = self._engines.health
-        for name in health.those("gone"):
-            self._forget(name, self._fleet.engines.pop(name))
-        more = self._policy.wanted - len(health.those("healthy", "stale", "restarting", "joining"))
+        state = self._state
+        for name in state.in_state("gone"):
+            self._end(name, state.leave(name))
+        more = self._policy.wanted - len(state.in_state("healthy", "stale", "restarting", "joining"))
         for _ in range(more):
             name = next(self._names)
-            current = self._fleet.publisher.current
-            health.join(name, current.version if current is not None else 0)
+            state.join(name)
             tasks.create_task(self._join(name))
-        for name in health.serving[max(1, len(health.serving) + more) :] if more < 0 else ():
+        for name in state.serving[max(1, len(state.serving) + more) :] if more < 0 else ():
+            state.drain(name)
             tasks.create_task(self._drain(name))
 
     # -- an engine comes -----------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class ElasticPool:
             async with asyncio.timeout(self._settings.join_timeout_s):
                 version = await self._enter(name)
         except (TimeoutError, ActorError, EngineError) as error:
-            self._policy.refused(time.monotonic(), len(self._engines.health.serving))
+            self._policy.refused(time.monotonic(), len(self._state.serving))
             self._recorder.event(
                 "engine_not_joined", engine=name, reason=str(error) or "no place, or no weights, in time"
             )
@@ -164,23 +165,23 @@ class ElasticPool:
             await actor.start()
             async with self._one_version, asyncio.timeout(self._deadline_s):
                 version = await self._catch_up(name, actor)
-                self._engines.health.started(name)
-                self._fleet.engines[name] = actor
+                self._state.started(name, actor)
                 if version is not None:
-                    self._fleet.publisher.join(name)
-                    self._engines.health.acknowledged(name, version)
+                    self._state.include(name)
+                    self._state.acknowledged(name, version)
                 return version
         finally:
-            if name not in self._fleet.engines:
-                self._forget(name, actor)
+            if name in self._state.in_state("joining"):
+                self._state.leave(name)
+                self._end(name, actor)
 
     async def _catch_up(self, name: str, actor: RolloutActor) -> int | None:
-        """EngineLoad the version that counts, with nobody else stopping; None if there is no way to it."""
-        current = self._fleet.publisher.current
+        """Load the version that counts, with nobody else stopping; None if there is no way to it."""
+        current = self._state.manifest
         if current is None:
-            return 0  # every engine begins with the weights of the run's model
+            return self._state.published_version  # every engine begins with the weights of the run's model
         ways: list[Callable[[], Awaitable[WeightManifest]]] = [self._from_peer]
-        if current.delta is None and not current.location.startswith(NCCL):
+        if serves_late_joiners(current):
             ways.insert(0, lambda: _same(current))
         for way in ways:
             try:
@@ -196,15 +197,14 @@ class ElasticPool:
         return None
 
     async def _from_peer(self) -> WeightManifest:
-        peer = min(self._engines.health.serving, key=self._engines.load.of)
-        return await self._fleet.engines[peer].export(self._folder)
+        peer = min(self._state.serving, key=self._engines.load.of)
+        return await self._state.handles[peer].export(self._folder)
 
     # -- an engine goes ------------------------------------------------------------------------------------------
 
     async def _drain(self, name: str) -> None:
         begun = time.time()
-        self._engines.health.drain(name)
-        actor, samples = self._fleet.engines[name], self._engines.load.of(name)
+        actor, samples = self._state.handles[name], self._engines.load.of(name)
         self._recorder.event("engine_draining", engine=name, samples=samples)
         # Between two publications every engine has the same version: no answer goes on under an older one.
         async with self._one_version:
@@ -213,19 +213,21 @@ class ElasticPool:
                     await actor.drain()
         await self._engines.idle(name)
         async with self._one_version:
-            self._fleet.publisher.leave(name)
-            self._recorder.left(name, (await engine_stats(self._fleet, (name,))).get(name))
-            del self._fleet.engines[name]
-        with suppress(ActorError, TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await actor.close()
-        self._forget(name, actor)
+            with suppress(ActorError):
+                self._recorder.left(name, await actor.stats())
+            if drained := name in self._state.in_state("draining"):
+                self._state.leave(name)
+        if drained:  # else it died meanwhile, and is ended as any engine that is gone
+            with suppress(ActorError, TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await actor.close()
+            self._end(name, actor)
         self._recorder.span("engine_left", begun, engine=name, samples=samples)
 
-    def _forget(self, name: str, actor: RolloutActor | None) -> None:
+    def _end(self, name: str, actor: RolloutActor | None) -> None:
+        """The process of one that is no member any more."""
         if actor is not None:
             self._fleet.factory.end(actor)
-        self._engines.health.left(name)
         self._engines.load.forget(name)
 
 

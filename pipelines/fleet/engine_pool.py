@@ -23,7 +23,6 @@ from actors.runtime import spawn
 from asyncrl.config import Run
 from asyncrl.errors import ActorError, EngineError, WeightSyncError
 from asyncrl.fleet.concurrency import InFlightLimit, Pressure
-from asyncrl.fleet.state import FleetHealth
 from asyncrl.tasks.base import Task
 from asyncrl.types import EngineStats, Segment, Slot, Ticket
 from pipelines.recording.recorder import Recorder
@@ -40,7 +39,7 @@ class EngineLoad:
         self._run = run
         self._held = Counter[str]()
         self._besides = Counter[str]()
-        """CallTrace that are no training work."""
+        """Calls that are no training work."""
         self._limits: dict[str, InFlightLimit] = {}
 
     def with_room(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -103,8 +102,7 @@ class EnginePool:
     ) -> None:
         """`refit` calls `publish`, and tells everybody who has to know."""
         self._run, self._fleet, self._task, self._recorder, self._refit = run, fleet, task, recorder, refit
-        self._actors = fleet.engines
-        self.health = FleetHealth(tuple(self._actors), run.recovery.max_restarts)
+        self._state = fleet.state
         self.load = EngineLoad(run)
         self._one_by_one = run.elastic.on or run.concurrency.adaptive
         """Each group is a call of its own, so that what an engine holds is known to the group."""
@@ -126,14 +124,15 @@ class EnginePool:
                     work.create_task(self._generate(name, part, begun or {}, work))
 
     def _with_room(self) -> tuple[str, ...]:
-        return self.load.with_room(self.health.serving)
+        return self.load.with_room(self._state.serving)
 
     async def _generate(self, name: str, tickets: list[Ticket], begun: Begun, work: asyncio.TaskGroup) -> None:
         prompts = [(ticket, self._task.prompt("train", ticket.group)) for ticket in tickets]
         groups = {ticket.group for ticket in tickets}
         try:
-            await self._actors[name].generate(prompts, {s: parts for s, parts in begun.items() if s.group in groups})
-            handed_over = name in self.health.those("draining")
+            known = {slot: parts for slot, parts in begun.items() if slot.group in groups}
+            await self._state.handles[name].generate(prompts, known)
+            handed_over = name in self._state.in_state("draining")
         except (ActorError, EngineError) as error:
             self.lost(name, error)
             handed_over = True
@@ -147,9 +146,9 @@ class EnginePool:
     async def _some(self, names: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         """Wait until there are any."""
         async with self._changed:
-            await self._changed.wait_for(lambda: names() or not self.health.hopeful)
+            await self._changed.wait_for(lambda: names() or not self._state.hopeful)
         if not names():
-            died = ", ".join(f"{name} {each.restarts} times" for name, each in self.health.replicas.items())
+            died = ", ".join(f"{name} {restarts} times" for name, restarts in self._state.restarts.items())
             raise EngineError(f"no engine is left, they died: {died} (recovery.max_restarts is the limit); {RESUME}")
         return tuple(names())
 
@@ -158,19 +157,21 @@ class EnginePool:
 
         Waits while none can be. An engine that hangs ends the run; one that dies does not.
         """
-        publisher = self._fleet.publisher
         while True:
-            for name in await self._some(lambda: self.health.reachable):
-                if name not in publisher.living:
-                    publisher.join(name)
+            for name in await self._some(lambda: self._state.reachable):
+                self._state.include(name)
             try:
-                published = await publisher.publish()
+                published = await self._fleet.publisher.publish()
             except WeightSyncError:
                 if not self._note_deaths():
                     raise
                 continue
             self._note_deaths()
-            await self._acknowledged(tuple(publisher.living), published.version)
+            if hung := self._state.hung:
+                raise WeightSyncError(
+                    f"{', '.join(sorted(hung))} did not answer to version {published.version}; {RESUME}"
+                )
+            await self.notify()
             return published
 
     def _note_deaths(self) -> bool:
@@ -180,20 +181,13 @@ class EnginePool:
             self.lost(name, error)
         return bool(died)
 
-    async def _acknowledged(self, names: Sequence[str], version: int) -> None:
-        if hung := set(self.health.reachable).difference(names):
-            raise WeightSyncError(f"{', '.join(sorted(hung))} did not answer to version {version}; {RESUME}")
-        for name in names:
-            self.health.acknowledged(name, version)
-        await self.notify()
-
     def lost(self, name: str, error: ActorError | EngineError) -> None:
         """An engine died; raises what it died of unless its process can be made anew."""
         if isinstance(error, ActorError) and error.actor != name:
             raise error  # somebody that it needed
         if not self._run.recovery.max_restarts or (isinstance(error, EngineError) and not self._end(name)):
             raise error
-        if self.health.died(name):
+        if self._state.died(name):
             self._recorder.lost(name, str(error))
             task = asyncio.create_task(self._bring_back(name))
             self._recovering.add(task)
@@ -211,10 +205,10 @@ class EnginePool:
     async def repeat(self, call: Callable[[list[RolloutActor]], Awaitable[T]]) -> T:
         """Something that changes nothing, with all engines that serve; once more if one of them dies."""
         while True:
-            names = await self._some(lambda: self.health.serving)
+            names = await self._some(lambda: self._state.serving)
             try:
                 with self.load.also_busy(names):
-                    return await call([self._actors[name] for name in names])
+                    return await call([self._state.handles[name] for name in names])
             except ActorError as error:
                 if error.actor not in names:
                     raise
@@ -224,27 +218,27 @@ class EnginePool:
 
     def _end(self, name: str) -> bool:
         """Its engine is useless although its process lives; once is enough."""
-        return name not in self.health.those("healthy", "stale") or spawn.end_process(self._actors[name])
+        return name not in self._state.in_state("healthy", "stale") or spawn.end_process(self._state.handles[name])
 
     async def _bring_back(self, name: str) -> None:
         try:
             async with asyncio.timeout(self._run.recovery.timeout_s):
-                await self._restarted(self._actors[name])
+                await self._restarted(self._state.handles[name])
         except (TimeoutError, ActorError, EngineError) as error:
-            self.health.gave_up(name)
+            self._state.gave_up(name)
             self._recorder.event("engine_gone", engine=name, reason=str(error))
             await self.notify()
-            if not self.health.hopeful:
+            if not self._state.hopeful:
                 raise EngineError(f"{name} died and did not come back: {error}; {RESUME}") from None
             return
-        self.health.started(name)
+        self._state.restarted(name)
         await self.notify()
         await self._refit()
 
     async def _restarted(self, actor: RolloutActor) -> None:
         while True:
             try:
-                await spawn.settle(actor)
+                await spawn.prepare_process(actor)
                 await actor.start()
                 return
             except ActorError as error:

@@ -15,9 +15,9 @@ from actors.runtime.resources import Resources
 from actors.runtime.spawn import Spawner
 from actors.trainer import group
 from asyncrl.config import Run
-from asyncrl.config.drafter import Eagle3Drafter, EagleDrafter, from_rollouts, from_trainer
 from asyncrl.drafting.bandit import Range
 from asyncrl.fleet.placement import Demand, Offer, demands
+from asyncrl.fleet.state import FleetState
 from asyncrl.system.run_directory import RunDirectory
 from pipelines.fleet.cluster_offer import expecting
 from pipelines.supervision.watchdog import backstop
@@ -40,7 +40,7 @@ async def place(
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
     engine = Resources(restarts=run.recovery.max_restarts).of(wanted["rollout"])
 
-    taught = drafter if from_rollouts(run.drafter) else None
+    taught = drafter if run.drafter.from_rollouts else None
 
     async def place_engine(name: str) -> RolloutActor:
         learned = _learned(directory).get(name, [])
@@ -56,7 +56,7 @@ async def place(
                 model_path,
                 directory.checkpoints.resolve(),
                 buffer,
-                drafter if from_trainer(run.drafter) else None,
+                drafter if run.drafter.from_trainer else None,
                 _busy_flag(directory) if drafter is not None else None,
                 timeout_s=backstop(run),
             )
@@ -64,13 +64,14 @@ async def place(
         factory = [tasks.create_task(place_engine(name)) for name in names]
     trainer, rollouts = starting_trainer.result(), [task.result() for task in factory]
     await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
-    engines, timeout_s = dict(zip(names, rollouts, strict=True)), backstop(run)
-    link = DrafterLink(drafter, engines.values(), timeout_s=timeout_s) if drafter is not None else None
-    publisher = Publisher(trainer, engines, link, deadline_s=run.weights.deadline_s, export_s=timeout_s, required=1)
+    state = FleetState(dict(zip(names, rollouts, strict=True)), run.recovery.max_restarts)
+    timeout_s = backstop(run)
+    link = DrafterLink(drafter, state, timeout_s=timeout_s) if drafter is not None else None
+    publisher = Publisher(trainer, state, link, deadline_s=run.weights.deadline_s, export_s=timeout_s, required=1)
     return Fleet(
         buffer=buffer,
         reward=reward,
-        engines=engines,
+        state=state,
         trainer=trainer,
         publisher=publisher,
         factory=EngineFactory(place_engine=place_engine, end=spawner.end, expect=expecting(run, offer)),
@@ -81,9 +82,10 @@ async def place(
 async def _place_drafter(
     run: Run, wanted: dict[str, Demand], directory: RunDirectory, spawner: Spawner, model_path: Path
 ) -> DrafterActor | None:
-    if not isinstance(run.drafter, EagleDrafter | Eagle3Drafter) or not run.drafter.training.on:
+    head = run.drafter.head
+    if head is None or not head.trains:
         return None
-    resources = Resources(near="driver_if_possible", idle_priority=run.drafter.training.spot).of(wanted["drafter"])
+    resources = Resources(near="driver_if_possible", idle_priority=head.training.spot).of(wanted["drafter"])
     drafter = await spawner.spawn(
         "drafter", resources, DrafterActor, run, model_path, directory.drafter.resolve(), _busy_flag(directory)
     )

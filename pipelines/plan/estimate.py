@@ -1,23 +1,17 @@
 """What a run will need, by arithmetic alone: no model is loaded, and neither torch nor Ray is imported."""
 
-from pathlib import Path
-from random import Random
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from asyncrl.config import Checkpoint, Run, WarmStart
-from asyncrl.config.algorithm import Ppo
-from asyncrl.config.engine import EngineSettings, FakeEngine, NativeEngine, VllmEngine
-from asyncrl.config.precision import carrier, travels_in_fp8
-from asyncrl.config.task import ChainsTask
+from asyncrl.config import Run
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.precision.memory import footprint
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.devices import gpu_memory, has_gpu
-from asyncrl.tasks.base import Split
-from asyncrl.tasks.chains import CHARACTERS, draw_chain
+from asyncrl.tasks.base import Bounded, Split
+from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
 from asyncrl.training.memory import FLOAT, Batch, engine_share, parameters, recomputes, training_memory
 from asyncrl.types import Prompt
@@ -122,38 +116,38 @@ def card(run: Run, required: Needs) -> Card | None:
 
 def model_config(run: Run) -> ModelConfig:
     """The shape of the model; CheckpointError when there is none."""
-    match run.model:
-        case Checkpoint(path=path):
-            return read_config(Path(path).expanduser())
-        case WarmStart() as model:
-            return ModelConfig.from_hf(
-                {
-                    "model_type": "qwen3",
-                    "vocab_size": len(CHARACTERS) + 2,  # and the padding and the end
-                    "hidden_size": model.hidden_size,
-                    "intermediate_size": model.intermediate_size,
-                    "num_hidden_layers": model.layers,
-                    "num_attention_heads": model.heads,
-                    "num_key_value_heads": model.kv_heads,
-                    "head_dim": model.hidden_size // model.heads,
-                    "tie_word_embeddings": True,
-                }
-            )
+    if (directory := run.model.directory) is not None:
+        return read_config(directory)
+    model = run.model.warm_start
+    assert model is not None
+    return ModelConfig.from_hf(
+        {
+            "model_type": "qwen3",
+            "vocab_size": len(CHARACTERS) + 2,  # and the padding and the end
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.hidden_size // model.heads,
+            "tie_word_embeddings": True,
+        }
+    )
 
 
 def longest_prompt(run: Run) -> int:
     """Tokens of the longest prompt: exact for chains, else among the first that the run will ask."""
     prompts = _prompts(run)
-    if isinstance(run.model, WarmStart):
-        return max(len(prompt.text) for prompt in prompts)  # one token per character
-    tokenizer = load_tokenizer(Path(run.model.path).expanduser())
+    if (directory := run.model.directory) is None:
+        return max(len(prompt.text) for prompt in prompts)  # a warm start has one token per character
+    tokenizer = load_tokenizer(directory)
     return max(len(tokenizer.encode_prompt(prompt, run.rollout)) for prompt in prompts)
 
 
 def _prompts(run: Run) -> list[Prompt]:
-    if isinstance(run.task, ChainsTask):
-        return [Prompt(uid="longest", text=draw_chain(run.task.max_size, Random(0)).prompt)]
     task = make_task(run.task, run.seed)
+    if isinstance(task, Bounded):
+        return [task.longest()]
     asked: dict[Split, int] = {"train": PROMPTS_READ, "held_out": min(PROMPTS_READ, run.evaluation.prompts)}
     return [task.prompt(split, index) for split, count in asked.items() for index in range(count)]
 
@@ -161,10 +155,10 @@ def _prompts(run: Run) -> list[Prompt]:
 def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     """`prompt` is the length of the longest, in tokens."""
     count, longest = parameters(model), prompt + run.rollout.max_tokens
-    precision, wide = run.rollout.precision, carrier(run.rollout.precision, run.engine)
-    sent = footprint(model, count, precision if travels_in_fp8(run.engine) else wide, run.rollout.fp8)
+    precision, wide = run.rollout.precision, run.engine.carrier(run.rollout.precision)
+    sent = footprint(model, count, precision if run.engine.travels_in_fp8 else wide, run.rollout.fp8)
     # Only our simulation, on a CPU, holds FP8's numbers as floats.
-    held = footprint(model, count, precision, run.rollout.fp8) if isinstance(run.engine, VllmEngine) else sent
+    held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
     recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
     memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
@@ -174,10 +168,10 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
         optimizer=memory.weights + memory.optimizer,
         activations=memory.activations + memory.backward,
         recompute=recompute,
-        engine_weights=0 if isinstance(run.engine, FakeEngine) else held.weights,
-        kv_cache=_kv_cache(run.engine, rows * longest * held.kv_token),
+        engine_weights=held.weights if run.engine.has_model else 0,
+        kv_cache=run.engine.host_kv_cache(rows * longest * held.kv_token, gpu=has_gpu()),
         trajectories=run.samples_per_step * (longest * TOKEN + ROW),
-        checkpoint=(2 if isinstance(run.algorithm, Ppo) else 1) * count * SAVED,
+        checkpoint=(1 if run.algorithm.critic_rate is None else 2) * count * SAVED,
     )
 
 
@@ -188,17 +182,6 @@ def _largest_batch(run: Run, prompt: int) -> Batch:
     block = prompt + together * answer
     everything = run.samples_per_step // run.rollout.group_size * (prompt + run.rollout.group_size * answer)
     return Batch(max(block, min(budget, everything)), spread=together * (prompt + answer) / block)
-
-
-def _kv_cache(engine: EngineSettings, full: int) -> int:
-    """Bytes in the host's memory; `full` is what every row at its longest takes."""
-    match engine:
-        case NativeEngine():
-            return 2 * full  # it grows by doubling
-        case VllmEngine(cpu_cache_gib=size):
-            return 0 if has_gpu() else size << 30
-        case FakeEngine():
-            return 0
 
 
 def size(count: float) -> str:

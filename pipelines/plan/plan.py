@@ -9,19 +9,15 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl.config import Checkpoint, Run, WarmStart, check
+from asyncrl.config import Run, check
 from asyncrl.config import trackers as tracking
-from asyncrl.config.algorithm import CustomAlgorithm, CustomCorrection
-from asyncrl.config.drafter import NoDrafter
-from asyncrl.config.engine import FakeEngine, VllmEngine
-from asyncrl.config.precision import model_problems, numerics
-from asyncrl.config.task import ChainsTask
+from asyncrl.config.precision import model_problems
 from asyncrl.config.user_code import Called, stages
-from asyncrl.engines.vllm import environment
+from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
 from asyncrl.system import minimum_versions
-from asyncrl.system.devices import gpu_count, has_avx512, has_gpu
+from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
 from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size
@@ -46,7 +42,7 @@ def problems(run: Run, offer: Offer | None = None) -> list[str]:
         *minimum_versions.problems(),
         *_place(run),
         *_cluster(run),
-        *_engine(run),
+        *engines.problems(run),
         *_weights(run),
         *_ranks(run, offer),
         *_functions(run),
@@ -75,37 +71,10 @@ def _placement(run: Run, offer: Offer) -> Iterator[str]:
         yield from missing(list(demands(run, offer).values()), offer)
 
 
-def _engine(run: Run) -> Iterator[str]:
-    if not isinstance(run.engine, VllmEngine):
-        return
-    if wrong := minimum_versions.problem(minimum_versions.installed()):
-        yield wrong
-    yield from environment.problems(run.engine)
-    here = run.cluster in ("local", "inprocess")
-    if not here or has_gpu():
-        return
-    if numerics(run.rollout.precision, run.rollout.fp8) is not None:
-        chosen = run.rollout.precision
-        yield f"rollout.precision={chosen} with engine=vllm needs a GPU; engine=native simulates FP8 on a CPU"
-    if (chosen := run.engine.quantization) != "none":
-        yield f"engine.quantization={chosen} needs a GPU, and there is none here; use engine.quantization=none"
-    if run.engine.attention != "auto":
-        yield f"engine.attention={run.engine.attention} needs a GPU, and there is none here; use engine.attention=auto"
-    if run.engine.kv_dtype == "fp8" and not has_avx512():
-        yield "engine.kv_dtype=fp8 needs a GPU or an x86 CPU with AVX-512; use engine.kv_dtype=auto"
-    if not isinstance(run.drafter, NoDrafter) and run.rollout.temperature > 0:
-        yield (
-            f"drafter={run.drafter.__struct_config__.tag} with engine=vllm needs a GPU: on a CPU vLLM 0.29 samples "
-            "drafted tokens wrongly and reports wrong log-probabilities; use engine=native, or drafter=none"
-        )
-    if run.engine.tensor_parallel > 1:
-        yield f"engine.tensor_parallel={run.engine.tensor_parallel} needs as many GPUs, and there is none here"
-
-
 def _weights(run: Run) -> Iterator[str]:
     """Transports that this machine cannot have."""
     transport = run.weights.transport
-    if transport not in ("cuda_ipc", "nccl") or run.cluster not in ("local", "inprocess"):
+    if not run.weights.traits.needs_gpus or run.cluster not in ("local", "inprocess"):
         return
     if not has_gpu():
         yield f"weights.transport={transport} needs a GPU, and there is none here; use weights.transport=auto"
@@ -136,7 +105,7 @@ def _functions(run: Run) -> Iterator[str]:
     called: list[Called] = [run.reward, *environment, *stages(run.stages)]
     names = [settings.function for settings in called]
     checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
-    for field, name in _losses(run):
+    for field, name in (*run.algorithm.functions, *run.correction.functions):  # those that the trainer calls
         checks.append(partial(load_function, name, field))
         names.append(name)
     if run.cluster != "inprocess" and (here := [name for name in names if is_here(name)]):
@@ -151,19 +120,9 @@ def _functions(run: Run) -> Iterator[str]:
             yield str(error)
 
 
-def _losses(run: Run) -> Iterator[tuple[str, str]]:
-    """Setting and function, of those that the trainer calls."""
-    if isinstance(run.algorithm, CustomAlgorithm):
-        yield "algorithm.function", run.algorithm.function
-        if run.algorithm.advantages:
-            yield "algorithm.advantages", run.algorithm.advantages
-    if isinstance(run.correction, CustomCorrection):
-        yield "correction.function", run.correction.function
-
-
 def _model(run: Run) -> Iterator[str]:
     """Problems of the model, of its prompts and of the room that both need."""
-    if isinstance(run.model, WarmStart) and (run.rollout.chat or not isinstance(run.task, ChainsTask)):
+    if run.model.warm_start is not None and (run.rollout.chat or run.task.worked_examples is None):
         yield (
             "model=warm_start writes its examples for task=chains only, and without a chat template: use "
             "model=checkpoint model.path=DIRECTORY"
@@ -176,12 +135,12 @@ def _model(run: Run) -> Iterator[str]:
         yield str(error)
         return
     except CheckpointError as error:
-        yield f"model.path={run.model.path}: {error}" if isinstance(run.model, Checkpoint) else f"model: {error}"
+        yield f"model: {error}" if run.model.directory is None else f"model.path={run.model.directory}: {error}"
         return
     longest = prompt + run.rollout.max_tokens
-    if not isinstance(run.engine, FakeEngine) and longest > run.engine.max_length:
+    if (limit := run.engine.length_limit) is not None and longest > limit:
         yield (
-            f"engine.max_length={run.engine.max_length} is less than the longest prompt with rollout.max_tokens="
+            f"engine.max_length={limit} is less than the longest prompt with rollout.max_tokens="
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
     joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size

@@ -1,4 +1,4 @@
-"""What would run: who, on what, and what moves between them."""
+"""`asyncrl plan`, printed: the pipeline as a picture of characters, one step in numbers, placement and memory."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config import Run
-from asyncrl.config.precision import carrier
-from asyncrl.config.staleness import FixedStaleness
 from asyncrl.config.user_code import stages
 from asyncrl.errors import AsyncRLError
 from asyncrl.fleet.placement import Demand, Offer, arriving, demands, in_words, needed
@@ -21,97 +19,20 @@ from asyncrl.simulation.outcome import Rates
 from asyncrl.system.devices import mps_runs
 from pipelines.plan.estimate import Needs, Traffic, card, longest_prompt, model_config, needs, size, traffic
 
-# The pipeline as a picture of characters: who, how many, on what, and what moves between them.
-
 WIDTH = 62
 """Of a box; with the way back of the weights beside it 80 columns suffice."""
 ASCII = str.maketrans("┌┐└┘─│▼◀", "++++-|v<")
 """For terminals that have no other characters."""
+REFERENCE_CARD = 80 * 10**9
+"""Memory of a GPU that precisions are compared on where none is here."""
 
 
 class Box(NamedTuple):
-    """A role, and what it hands on to the next one below."""
+    """A role, and what it sends to the next one below."""
 
     title: str
     lines: Sequence[str]
     edge: str = ""
-
-
-def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traffic) -> list[Box]:
-    """In the order in which a sample passes them; `wanted` says what each process takes, where it is known."""
-    per = traffic.per
-    optimizer = f"weights, gradients and Adam {size(required.optimizer)}, activations {size(required.activations)}"
-    found = [
-        Box(
-            f"rollout ({run.engine.__struct_config__.tag}) x {_engines(run)}",
-            [
-                _takes("rollout", wanted),
-                f"memory at most about {size(required.rollout)} each: {_engine_memory(required)}",
-            ],
-            "answers",
-        ),
-        Box(
-            f"reward x 1, with {run.reward.workers} worker{'s' * (run.reward.workers > 1)}",
-            [run.reward.function, *(f"then {stage.function}" for stage in stages(run.stages))],
-            f"trajectories, {traffic.words(traffic.to_buffer)} {per}",
-        ),
-        Box(
-            "buffer x 1",
-            [f"up to {size(run.buffer.max_bytes)} of trajectories wait, on disk ({run.buffer.durability})"],
-            f"batches, {traffic.words(traffic.to_trainer)} {per}",
-        ),
-        Box(
-            f"trainer ({run.algorithm.__struct_config__.tag}) x {run.trainer.ranks}",
-            [_takes("trainer", wanted), f"memory at most about {size(required.trainer)}: {optimizer}"],
-        ),
-    ]
-    if "drafter" in wanted:
-        found[-1] = found[-1]._replace(edge="hidden states of what was trained on")
-        found.append(Box("drafter x 1", [_takes("drafter", wanted), "its heads go to every engine"]))
-    return found
-
-
-def _engine_memory(required: Needs) -> str:
-    return f"weights {size(required.engine_weights)}, KV cache {size(required.kv_cache)}"
-
-
-def _engines(run: Run) -> str:
-    return f"{run.elastic.min} to {run.elastic.max}" if run.elastic.on else str(run.rollout.replicas)
-
-
-def _takes(role: str, wanted: Mapping[str, Demand]) -> str:
-    bundle = wanted[role].bundle if role in wanted else {}
-    return f"each takes {in_words(bundle) or 'a share of the machine'}"
-
-
-def draw(found: Sequence[Box], back: Sequence[str]) -> list[str]:
-    """`back`, some short lines, is written along the way that leads from the trainer to the first box."""
-    lines: list[str] = []
-    begin = end = 1
-    for box in found:
-        if box.title.startswith("trainer"):
-            end = len(lines) + 1
-        lines += _box(box)
-        if box is not found[-1]:
-            lines += [f"   │ {box.edge}", "   ▼"]
-    first = (begin + end - len(back)) // 2 + 1
-    for row in range(begin, end + 1):
-        text = back[row - first] if 0 <= row - first < len(back) else ""
-        way = {begin: "◀──┐", end: "───┘"}.get(row, f"   │ {text}")
-        lines[row] = f"{lines[row]:{WIDTH}}{way}".rstrip()
-    return lines
-
-
-def _box(box: Box) -> Iterator[str]:
-    inside = WIDTH - 4
-    yield f"┌─ {box.title} ".ljust(WIDTH - 1, "─") + "┐"
-    for line in (part for text in box.lines for part in wrap(text, inside)):
-        yield f"│ {line:{inside}} │"
-    yield f"└{'─' * (WIDTH - 2)}┘"
-
-
-REFERENCE_CARD = 80 * 10**9
-"""Memory of a GPU that precisions are compared on where none is here."""
 
 
 def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | None = None) -> None:
@@ -128,7 +49,7 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
     required = needs(run, model, prompt)
     console.print(
         f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published in "
-        f"{carrier(run.rollout.precision, run.engine)}; longest prompt with its answer "
+        f"{run.engine.carrier(run.rollout.precision)}; longest prompt with its answer "
         f"{prompt + run.rollout.max_tokens} tokens"
     )
     _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
@@ -151,8 +72,8 @@ def arithmetic(run: Run) -> str:
     if ahead == 0:
         return f"{step}, no publish ahead: synchronous, every token is of the version that is trained; {begins}"
     publishes = f"{ahead} publish{'es' * (ahead > 1)} ahead"
-    if not isinstance(run.staleness, FixedStaleness):
-        publishes = f"up to {publishes}, as staleness={run.staleness.__struct_config__.tag} decides"
+    if run.staleness.band is not None:
+        publishes = f"up to {publishes}, as staleness={run.staleness.kind} decides"
     fresh = f", at most {flow.max_ready_groups} of them complete or just begun" if flow.max_ready_groups else ""
     admitted = f"{run.capacity_groups} groups admitted{fresh}"
     oldest = f"the oldest token at most {ahead} version{'s' * (ahead > 1)} old"
@@ -164,7 +85,7 @@ def _show_graph(
 ) -> None:
     back = ("weights", size(moves.to_engines), moves.per)
     lines = draw(boxes(run, required, wanted, moves), back)
-    picture = "\n".join([f"prompts ({run.task.__struct_config__.tag})", "   ▼", *lines])
+    picture = "\n".join([f"prompts ({run.task.kind})", "   ▼", *lines])
     console.print(picture.translate(ASCII) if console.options.ascii_only else picture, soft_wrap=True)
     if pace is None:
         console.print(
@@ -219,3 +140,76 @@ def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
         tokens = f"{each.tokens(room):,}" if each.tokens(room) else "none: the weights do not fit"
         table.add_row(f"{each.precision}{mark}", size(each.weights), size(each.kv_token), tokens)
     return table
+
+
+def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traffic) -> list[Box]:
+    """In the order in which a sample passes them; `wanted` says what each process takes, where it is known."""
+    per = traffic.per
+    optimizer = f"weights, gradients and Adam {size(required.optimizer)}, activations {size(required.activations)}"
+    found = [
+        Box(
+            f"rollout ({run.engine.kind}) x {_engines(run)}",
+            [
+                _takes("rollout", wanted),
+                f"memory at most about {size(required.rollout)} each: {_engine_memory(required)}",
+            ],
+            "answers",
+        ),
+        Box(
+            f"reward x 1, with {run.reward.workers} worker{'s' * (run.reward.workers > 1)}",
+            [run.reward.function, *(f"then {stage.function}" for stage in stages(run.stages))],
+            f"trajectories, {traffic.words(traffic.to_buffer)} {per}",
+        ),
+        Box(
+            "buffer x 1",
+            [f"up to {size(run.buffer.max_bytes)} of trajectories wait, on disk ({run.buffer.durability})"],
+            f"batches, {traffic.words(traffic.to_trainer)} {per}",
+        ),
+        Box(
+            f"trainer ({run.algorithm.kind}) x {run.trainer.ranks}",
+            [_takes("trainer", wanted), f"memory at most about {size(required.trainer)}: {optimizer}"],
+        ),
+    ]
+    if "drafter" in wanted:
+        found[-1] = found[-1]._replace(edge="hidden states of what was trained on")
+        found.append(Box("drafter x 1", [_takes("drafter", wanted), "its heads go to every engine"]))
+    return found
+
+
+def _engine_memory(required: Needs) -> str:
+    return f"weights {size(required.engine_weights)}, KV cache {size(required.kv_cache)}"
+
+
+def _engines(run: Run) -> str:
+    return f"{run.elastic.min} to {run.elastic.max}" if run.elastic.on else str(run.rollout.replicas)
+
+
+def _takes(role: str, wanted: Mapping[str, Demand]) -> str:
+    bundle = wanted[role].bundle if role in wanted else {}
+    return f"each takes {in_words(bundle) or 'a share of the machine'}"
+
+
+def draw(found: Sequence[Box], back: Sequence[str]) -> list[str]:
+    """`back`, some short lines, is written along the way that leads from the trainer to the first box."""
+    lines: list[str] = []
+    begin = end = 1
+    for box in found:
+        if box.title.startswith("trainer"):
+            end = len(lines) + 1
+        lines += _box(box)
+        if box is not found[-1]:
+            lines += [f"   │ {box.edge}", "   ▼"]
+    first = (begin + end - len(back)) // 2 + 1
+    for row in range(begin, end + 1):
+        text = back[row - first] if 0 <= row - first < len(back) else ""
+        way = {begin: "◀──┐", end: "───┘"}.get(row, f"   │ {text}")
+        lines[row] = f"{lines[row]:{WIDTH}}{way}".rstrip()
+    return lines
+
+
+def _box(box: Box) -> Iterator[str]:
+    inside = WIDTH - 4
+    yield f"┌─ {box.title} ".ljust(WIDTH - 1, "─") + "┐"
+    for line in (part for text in box.lines for part in wrap(text, inside)):
+        yield f"│ {line:{inside}} │"
+    yield f"└{'─' * (WIDTH - 2)}┘"

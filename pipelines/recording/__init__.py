@@ -1,0 +1,1 @@
+"""What a run leaves behind: metrics, events, progress, summary, comparison and report."""

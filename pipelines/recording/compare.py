@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config.errors import did_you_mean
-from asyncrl.data.tables import read_table
+from asyncrl.data.untrusted import read_table
 from asyncrl.errors import ConfigError
 from asyncrl.system.run_directory import RunDirectory, read_events
 from pipelines.recording import plot
@@ -21,7 +21,7 @@ HELD_OUT = {"held_out": "sampled", "held_out_greedy": "greedy"}
 FIRST = ("reward", "held_out", "ess", "mismatch_kl", "staleness_mean", "loss", "grad_norm")
 """The pictures on top; every other figure that a run has comes below."""
 CLOCKS = ("step", "version", "time", "loop_seconds", "first_work", "first_wave_finished")
-"""Columns that only say when: no picture unless asked for by name."""
+"""Columns that only say when: plotted only if named."""
 OWN = ("name", "root")
 """Settings that say nothing about what was run."""
 NOTHING = "-"
@@ -61,12 +61,12 @@ def read(paths: Sequence[Path]) -> list[Recorded]:
     """Every run, or ConfigError for the first that cannot be compared."""
     if len(paths) < 2:
         raise ConfigError(f"{paths[0]} alone has nothing to be compared with: asyncrl compare RUN RUN ...")
-    places = [path.resolve() for path in paths]
-    for path, place in zip(paths, places, strict=True):
-        if places.count(place) > 1:
+    resolved = [path.resolve() for path in paths]
+    for path, target in zip(paths, resolved, strict=True):
+        if resolved.count(target) > 1:
             raise ConfigError(f"{path} is named twice; name each run once")
-    short = len({place.name for place in places}) == len(places)
-    return [read_one(path, place.name if short else str(path)) for path, place in zip(paths, places, strict=True)]
+    short = len({target.name for target in resolved}) == len(resolved)
+    return [read_one(path, target.name if short else str(path)) for path, target in zip(paths, resolved, strict=True)]
 
 
 def read_one(path: Path, label: str) -> Recorded:

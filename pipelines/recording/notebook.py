@@ -20,7 +20,7 @@ COLOURS = ("#1f77b4", "#d95f02", "#2a9d5c", "#9467bd")
 
 
 def make_progress(run: Run) -> Progress:
-    """For the place this process writes to."""
+    """For a notebook or a terminal, whichever this process writes to."""
     console = Console(highlight=False)
     return NotebookProgress(run, console) if console.is_jupyter else Progress(run, console)
 

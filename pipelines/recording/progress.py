@@ -8,14 +8,13 @@ from rich.live import Live
 from rich.table import Table
 
 from asyncrl.config import Run
-from asyncrl.config.staleness import FixedStaleness
 
 if TYPE_CHECKING:
     from pipelines.evaluate import Scores
 
 
 class Progress:
-    """Context manager; quiet apart from what it is told."""
+    """Context manager; prints only what it is given."""
 
     def __init__(self, run: Run, console: Console | None = None) -> None:
         self._run = run
@@ -91,14 +90,14 @@ class Progress:
 
     def _pace(self, row: dict[str, Any]) -> dict[str, str]:
         """What the staleness controller has chosen, where there is one."""
-        if isinstance(self._run.staleness, FixedStaleness):
+        if self._run.staleness.band is None:
             return {}
         return {"bound": f"{row['effective_staleness']}", "publish every": f"{row['publish_every']}"}
 
 
 def _who_waits(row: dict[str, Any], seconds: float) -> str:
-    """The side that is ahead: the trainer for data, or the engines for places in the staleness bound."""
+    """The side that waits: the trainer for data, or the engines for tickets within the staleness bound."""
     share = row["wait_seconds"] / seconds
     if share > 0.05:
         return f"trainer {share:.0%}"
-    return "rollout (no place to admit)" if row["running"] == 0 else "nobody"
+    return "rollout (no free slot)" if row["running"] == 0 else "nobody"

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it runs: one metrics row a step, events, progress. The summary is made from them."""
+"""The recorder of a run: one row of metrics per step, events, progress and trackers. The summary is made from them."""
 
 import io
 import time
@@ -15,49 +15,33 @@ from rich.markup import escape
 
 from actors.fleet import Fleet
 from actors.publisher import Published
-from actors.runtime import prometheus
 from actors.trainer.actor import Accumulated
 from asyncrl.config import Run
-from asyncrl.config.drafter import NoDrafter
+from asyncrl.config.trackers import TrackerName
 from asyncrl.data.reward_parts import reward_parts
-from asyncrl.data.tables import read_table
+from asyncrl.data.untrusted import read_table
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.gain import Notice, net_gain
 from asyncrl.errors import ActorError
 from asyncrl.fleet.placement import HERE
 from asyncrl.fleet.staleness import Decision
-from asyncrl.observe.environment import resident_bytes
 from asyncrl.observe.trackers.base import Session
-from asyncrl.observe.trackers.registry import Trackers, opener
+from asyncrl.observe.trackers.registry import TRACKERS, Trackers, opener
+from asyncrl.system.processes import resident_bytes
 from asyncrl.system.run_directory import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
 from asyncrl.types import EngineStats
 from pipelines.evaluate import Scores
 from pipelines.recording.progress import Progress
 
-# The trackers of a run, with those that need Ray.
-
-
-def trackers(run: Run, directory: RunDirectory, say: Callable[[str], None], *, first_step: int) -> Trackers:
-    """Nothing is imported, opened or started before there is something to tell them."""
-    session = Session(
-        name=run.name,
-        project=run.project,
-        directory=directory.path,
-        config=msgspec.to_builtins(run),
-        first_step=first_step,
-    )
-    openers = {name: opener(name, session) for name in run.trackers if name != "prometheus"}
-    if "prometheus" in run.trackers:
-        openers["prometheus"] = lambda: prometheus.open(session, say)
-    return Trackers(openers, lambda text: say(escape(text)))
-
-
 METRICS_SECONDS, ROW_SECONDS = 5.0, 0.0025
 """Between two writes of metrics.parquet, and for each of its rows: a hundred times what it takes to write a row."""
 ENGINE_FIGURES = ("version", "running", "waiting", "generated_tokens", "busy_seconds")
 ENGINE_ROWS = 20
-"""Newest rows that tell of each engine: of all rows, 64 engines would take longer to write than all else."""
+"""Newest rows that keep figures per engine: in all rows, those of 64 engines would take longer to write than all
+else."""
+RAY_TRACKERS: dict[TrackerName, str] = {"prometheus": "actors.runtime.prometheus:open"}
+"""Trackers that need Ray, which those of `asyncrl.observe.trackers.registry` may not."""
 Row = dict[str, Any]
 
 
@@ -112,7 +96,7 @@ class Recorder:
         waited: float,
         fleet: Fleet,
     ) -> None:
-        """Take down one step, published or not; the buffer and the engines are asked for their state once."""
+        """Record one step, published or not; queries the buffer and the engines for their state once."""
         engines = await self._stats(fleet)
         stats = list(engines.values())
         ledger = await fleet.buffer.ledger()
@@ -156,7 +140,7 @@ class Recorder:
         if off := report.off_policy:
             ratios = [round(ratio, 4) for ratio in off.log_ratio]
             self.event("off_policy", step=step, group=off.group, sample=off.sample, log_ratio=ratios)
-        self._tell_drafting(stats)
+        self._record_drafting(stats)
         if time.time() - self._written > max(METRICS_SECONDS, ROW_SECONDS * len(self.rows)):
             self.write_metrics()
 
@@ -170,7 +154,7 @@ class Recorder:
     async def _stats(self, fleet: Fleet) -> dict[str, EngineStats]:
         """Of the engines that answer; the count of one that was started again begins anew."""
         found: dict[str, EngineStats] = {}
-        for name, rollout in list(fleet.engines.items()):
+        for name, rollout in fleet.state.handles.items():
             with suppress(ActorError):
                 found[name] = await rollout.stats()
                 self._count(name, found[name])
@@ -178,10 +162,10 @@ class Recorder:
 
     async def learned(self, fleet: Fleet) -> None:
         """What the engines have measured about drafting, for those that come after them."""
-        if isinstance(self._run.drafter, NoDrafter):
+        if self._run.drafter.drafting is None:
             return
         found: dict[str, list[Range]] = {}
-        for name, rollout in list(fleet.engines.items()):
+        for name, rollout in fleet.state.handles.items():
             with suppress(ActorError):
                 found[name] = await rollout.learned()
         if any(found.values()):
@@ -193,12 +177,12 @@ class Recorder:
         self._generated[name] = stats.generated_tokens
 
     def _say(self, text: str) -> None:
-        """To whoever looks at the terminal, now, or at a tracker, later."""
+        """To the terminal and to the trackers."""
         self._progress.say(text)
         self._trackers.note(text)
 
     def _warn(self, report: StepReport) -> None:
-        """Say an alarm when it begins, not in every step that it lasts."""
+        """Report an alarm when it begins, not in every step that it lasts."""
         if report.skipped:
             self.event("step_skipped", version=report.version, fault=report.fault)
             self._say(f"step {report.version} was skipped, the weights stay: {report.fault}")
@@ -208,7 +192,7 @@ class Recorder:
             self._say(f"alarm at step {report.version}: {alarms[name]}")
         self._alarms = set(alarms)
 
-    def _tell_drafting(self, stats: Sequence[EngineStats]) -> None:
+    def _record_drafting(self, stats: Sequence[EngineStats]) -> None:
         for text in self._drafting.changes(arm for found in stats for arm in found.speculation):
             self.event("drafting", text=text)
             self._say(text)
@@ -226,14 +210,13 @@ class Recorder:
         self._say(f"{engine} died and is started again; its answers go on elsewhere")
 
     def resized(self, size: int, wanted: int, reason: str) -> None:
-        """The elastic pool is to have another size."""
+        """The elastic pool was given another target size."""
         self.event("pool_resized", size=size, wanted=wanted, reason=reason)
         self._say(f"{'more' if wanted > size else 'fewer'} engines, {size} -> {wanted}: {reason}")
 
-    def left(self, engine: str, stats: EngineStats | None) -> None:
-        """An engine goes; what it generated stays in the count."""
-        if stats is not None:
-            self._count(engine, stats)
+    def left(self, engine: str, stats: EngineStats) -> None:
+        """An engine leaves; what it generated stays in the count."""
+        self._count(engine, stats)
 
     def restart(self, reason: str) -> None:
         """An actor died that the run cannot do without."""
@@ -266,8 +249,23 @@ class Recorder:
         self._events.close()
 
 
+def trackers(run: Run, directory: RunDirectory, say: Callable[[str], None], *, first_step: int) -> Trackers:
+    """The trackers of a run, opened lazily: nothing is imported or started before the first metrics."""
+    session = Session(
+        name=run.name,
+        project=run.project,
+        directory=directory.path,
+        config=msgspec.to_builtins(run),
+        first_step=first_step,
+        say=say,
+    )
+    known = TRACKERS | RAY_TRACKERS
+    openers = {name: opener(known[name], session) for name in run.trackers}
+    return Trackers(openers, lambda text: say(escape(text)))
+
+
 def _trained(done: Sequence[Accumulated]) -> Row:
-    """Of the samples that the step was made of."""
+    """Figures of the samples that the step trained on."""
     rewards = [reward for part in done for reward in part.rewards]
     staleness = [age for part in done for age in part.staleness]
     lengths = [length for part in done for length in part.lengths]

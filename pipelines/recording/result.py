@@ -13,7 +13,7 @@ SHOWN = {"reward": "reward", "held_out": "held-out"}
 
 
 class Result:
-    """What a run directory says. In a notebook it is a picture."""
+    """The figures of a run directory. In a notebook it is shown as a picture."""
 
     # Imports are inside: a file with a function of the user's is imported by every worker, and most files with one
     # import this module, too.

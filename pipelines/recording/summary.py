@@ -1,4 +1,4 @@
-"""summary.json: the figures a user or a script asks for first. Keys of parts that do not exist yet are null."""
+"""summary.json: the figures that a user or a script needs first. Keys of parts that do not exist yet are null."""
 
 from collections.abc import Sequence
 from typing import Any

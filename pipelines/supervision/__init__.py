@@ -1,0 +1,1 @@
+"""Watching a run: asks the actors, notices stalls, and ends or explains a run that makes no progress."""

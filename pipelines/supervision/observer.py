@@ -1,4 +1,4 @@
-"""What the driver knows of its actors: asks them from time to time, remembers who answered, and draws the snapshot."""
+"""What the driver knows of its actors: probes them from time to time, keeps their reports, and takes the snapshot."""
 
 import time
 from collections import Counter
@@ -26,12 +26,12 @@ class Observer:
         self._run = run
         self._calls = calls
         self._ask_s = ask_s
-        self._heard: dict[str, float] = {}
-        self._said: dict[str, Situation] = {}
+        self._last_answer: dict[str, float] = {}
+        self._reports: dict[str, Situation] = {}
         self._answered: set[str] = set()
-        """Those who did when they were last asked."""
+        """Actors that answered the last probe."""
         self._dead: set[str] = set()
-        self._stepped: dict[str, tuple[int, float]] = {}
+        self._last_step: dict[str, tuple[int, float]] = {}
         self._completed = self._evaluated = 0
         self._dropped_before: Counter[str] = Counter()
 
@@ -41,27 +41,27 @@ class Observer:
         return any(call.method in STARTING for call in self._calls.open)
 
     def begin(self) -> None:
-        """A new attempt counts anew."""
+        """Reset the counts for a new attempt."""
         self._completed = self._evaluated = 0
 
     def poll(self) -> str:
-        """Ask everybody; returns what has been achieved since the last time, or nothing."""
-        answers = health_probe.ask(self._calls.actors.copy(), look, self._ask_s)
+        """Probe every actor; returns the progress since the last time in words, or an empty string."""
+        answers = health_probe.probe(self._calls.actors.copy(), look, self._ask_s)
         now = time.monotonic()
         self._answered = set(answers)
-        for name, said in answers.items():
+        for name, report in answers.items():
             self._dead.discard(name)
-            if isinstance(said, ActorError):
+            if isinstance(report, ActorError):
                 self._dead.add(name)
                 continue
-            self._heard[name], self._said[name] = now, said
-            if self._stepped.get(name, (-1, now))[0] != said.steps:
-                self._stepped[name] = said.steps, now
-        return self._achieved()
+            self._last_answer[name], self._reports[name] = now, report
+            if self._last_step.get(name, (-1, now))[0] != report.steps:
+                self._last_step[name] = report.steps, now
+        return self._progress_since()
 
-    def _achieved(self) -> str:
-        completed = max((said.completed for said in self._said.values()), default=0)
-        evaluated = sum(said.evaluated for said in self._said.values())
+    def _progress_since(self) -> str:
+        completed = max((report.completed for report in self._reports.values()), default=0)
+        evaluated = sum(report.evaluated for report in self._reports.values())
         news = ""
         if completed > self._completed:
             self._completed, news = completed, "a complete group"
@@ -71,27 +71,27 @@ class Observer:
         return news
 
     def progressed(self) -> None:
-        """What was dropped before explains nothing later."""
+        """Forget the drops so far: they do not explain a later stall."""
         self._dropped_before = self._dropped()
 
     def _dropped(self) -> Counter[str]:
-        return sum((Counter(said.dropped) for said in list(self._said.values())), Counter[str]())
+        return sum((Counter(report.dropped) for report in list(self._reports.values())), Counter[str]())
 
     def silent(self, seconds: float) -> dict[str, ActorView]:
-        """Those who have not answered for so long."""
+        """Actors that have not answered for so long."""
         now = time.monotonic()
-        late = [name for name, heard in self._heard.items() if now - heard > seconds]
+        late = [name for name, answered in self._last_answer.items() if now - answered > seconds]
         return {name: self._view(name, set(), now) for name in late if name in self._calls.actors}
 
     def snapshot(self, idle_s: float, last_progress: str, *, driver_blocked: bool) -> Snapshot:
-        taking = health_probe.responsive(self._calls.actors.copy(), self._ask_s)
+        responsive = health_probe.responsive(self._calls.actors.copy(), self._ask_s)
         now = time.monotonic()
-        names = [name for name in self._calls.actors.copy() if name in self._said or name in self._dead]
+        names = [name for name in self._calls.actors.copy() if name in self._reports or name in self._dead]
         return Snapshot(
             idle_s=idle_s,
             last_progress=last_progress,
             calls=self._calls.open,
-            actors={name: self._view(name, taking, now, driver_blocked=driver_blocked) for name in names},
+            actors={name: self._view(name, responsive, now, driver_blocked=driver_blocked) for name in names},
             ended=self._ended(),
             dropped=dict(self._dropped() - self._dropped_before),
             driver_blocked=driver_blocked,
@@ -101,16 +101,16 @@ class Observer:
         )
 
     def _ended(self) -> dict[int, str]:
-        oldest = [said.buffer.oldest_group for said in self._said.values() if said.buffer is not None]
+        oldest = [report.buffer.oldest_group for report in self._reports.values() if report.buffer is not None]
         by = {group: self._calls.returned(group) for group in oldest if group is not None}
         return {group: name for group, name in by.items() if name is not None}
 
-    def _view(self, name: str, taking: set[str], now: float, *, driver_blocked: bool = False) -> ActorView:
-        said, heard = self._said.get(name), self._heard.get(name, now)
-        view = ActorView(name=name, said=said, silent_s=0.0 if name in self._answered else now - heard)
-        if name in self._dead or said is None:
+    def _view(self, name: str, responsive: set[str], now: float, *, driver_blocked: bool = False) -> ActorView:
+        report, answered = self._reports.get(name), self._last_answer.get(name, now)
+        view = ActorView(name=name, said=report, silent_s=0.0 if name in self._answered else now - answered)
+        if name in self._dead or report is None:
             return msgspec.structs.replace(view, health="dead")
-        process = processes.state(said.pid) if said.place == processes.place() else ""
+        process = processes.state(report.pid) if report.place == processes.place() else ""
         health: Health = "answers"
         if process == "stopped":
             health = "stopped"
@@ -118,29 +118,29 @@ class Observer:
             health = "dead"
         elif name not in self._answered:
             health = "silent"
-        elif name not in taking and (driver_blocked or health_probe.has_own_process(self._calls.actors[name])):
+        elif name not in responsive and (driver_blocked or health_probe.has_own_process(self._calls.actors[name])):
             health = "busy"
-        still = now - self._stepped.get(name, (0, now))[1]
+        still = now - self._last_step.get(name, (0, now))[1]
         return msgspec.structs.replace(view, health=health, process=process, still_s=still)
 
     def stacks(self, suspects: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
         """Of the driver, of the suspects, and of the reward function if it is at work."""
-        found = {"driver": processes.stacks_from_inside()}
+        stacks = {"driver": processes.stacks_from_inside()}
         for name in [name for name in suspects if name in snapshot.actors][:DUMPED]:
-            said = snapshot.actors[name].said
-            if said is None:
+            report = snapshot.actors[name].said
+            if report is None:
                 continue
             if health_probe.has_own_process(self._calls.actors.get(name)):
-                found[name] = self._stack(name, said)
-            for judging in said.judging[:1]:
-                found[f"reward function (process {judging.pid})"] = self._outside(judging.pid, said.place)
-        return found
+                stacks[name] = self._stack(name, report)
+            for judging in report.judging[:1]:
+                stacks[f"reward function (process {judging.pid})"] = self._outside(judging.pid, report.place)
+        return stacks
 
-    def _stack(self, name: str, said: Situation) -> str:
-        stack = self._outside(said.pid, said.place)
+    def _stack(self, name: str, report: Situation) -> str:
+        stack = self._outside(report.pid, report.place)
         if not stack.startswith("("):
             return stack
-        inside = health_probe.ask({name: self._calls.actors[name]}, _stacks, self._ask_s).get(name)
+        inside = health_probe.probe({name: self._calls.actors[name]}, _stacks, self._ask_s).get(name)
         return f"{stack}\n{inside}" if isinstance(inside, str) else f"{stack}\n(and it does not answer)"
 
     def _outside(self, pid: int, place: str) -> str:

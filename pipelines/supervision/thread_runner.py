@@ -1,4 +1,4 @@
-"""Runs where an event loop is running already, as in a notebook: in a thread, which an interrupt ends all the same."""
+"""Runs a pipeline in a thread where an event loop is running already, as in a notebook; an interrupt still ends it."""
 
 import asyncio
 import threading

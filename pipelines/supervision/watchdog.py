@@ -1,9 +1,9 @@
 """No progress for `flow.stall_timeout_s` ends the run with one sentence that says why.
 
-A thread, as the event loop itself may be what hangs. It asks every actor a cheap question from time to time; when no
-group was completed, no step taken, no version published and no held-out prompt answered for too long, it takes a
-snapshot, explains it, writes `stall.txt` and `stall.json`, and ends the run: the actors that hang are killed, the
-others close in good order. If that takes too long as well, or an interrupted run does not end, it ends the process.
+It is a thread, because the event loop itself may hang. It probes every actor from time to time; when no group was
+completed, no step taken, no version published and no held-out prompt completed for too long, it takes a snapshot,
+explains it, writes `stall.txt` and `stall.json`, and ends the run: actors that hang are killed, the others are closed.
+If that takes too long as well, or an interrupted run does not end, it ends the process.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ PROGRESS = {
     "load_weights": "a version acknowledged by {}",
     "evaluate": "an evaluation by {}",
 }
-"""CallTrace whose end is progress, and how that is told."""
+"""Methods whose return is progress, and the words for it."""
 STARTING_S = 900.0
 """Least limit while actors are placed and engines load their models."""
 BACKSTOP_S = 60.0
-"""Added to the deadline of single waits, so that the watchdog, which knows more, comes first."""
+"""Added to the deadline of single waits, so that the watchdog, which explains more, fires first."""
 ASK_S = 5.0
 CLOSE_S = 15.0
 """For the actors that still answer to close."""
@@ -71,7 +71,7 @@ class Watchdog:
         record: Callable[[str, dict[str, Any]], None],
         at_exit: Callable[[str, str], object],
     ) -> None:
-        """`record` takes down events; `at_exit` is told status and error before the process is ended the hard way."""
+        """`record` writes events; `at_exit` gets status and error before the process is ended with `os._exit`."""
         self._directory, self._say, self._record, self._at_exit = directory, say, record, at_exit
         self._limit_s = run.flow.stall_timeout_s
         self._calls = CallTrace(self._ended)
@@ -82,10 +82,10 @@ class Watchdog:
         self._end: asyncio.Future[None] | None = None
         self._verdict: Explanation | None = None
         self._hung: list[str] = []
-        self._leave_by: float | None = None
+        self._exit_by: float | None = None
         """When the process of an interrupted run has to be gone."""
-        self._told: set[str] = set()
-        self._looking = threading.Lock()
+        self._reported_silent: set[str] = set()
+        self._probing = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -113,7 +113,7 @@ class Watchdog:
         try:
             await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            self._leave_by = time.monotonic() + END_S
+            self._exit_by = time.monotonic() + END_S
             raise
         finally:
             self._loop = None
@@ -121,7 +121,7 @@ class Watchdog:
                 task.cancel()
                 self._kill_hung()
                 await asyncio.wait({task}, timeout=CLOSE_S)
-            with self._looking:  # the cluster must not go away in the middle of a question
+            with self._probing:  # the cluster must not go away in the middle of a probe
                 pass
         if self._verdict is not None:
             raise StallError(self._verdict.sentence)
@@ -143,31 +143,31 @@ class Watchdog:
         while not self._over.wait(interval):
             if (late := time.monotonic() - before - interval) > max(1.0, interval):
                 self._last = self._last[0], self._last[1] + late  # this very process was stopped, or the machine slept
-            if self._leave_by is not None and time.monotonic() > self._leave_by:
-                self._leave("interrupted", f"KeyboardInterrupt: not everything ended within {END_S:g} s", INTERRUPTED)
-            with self._looking:
-                stall = self._look() if self._loop is not None else None
+            if self._exit_by is not None and time.monotonic() > self._exit_by:
+                self._exit("interrupted", f"KeyboardInterrupt: not everything ended within {END_S:g} s", INTERRUPTED)
+            with self._probing:
+                stall = self._check() if self._loop is not None else None
             if stall is not None:
                 self.end(stall[0], hopeless=stall[1].driver_blocked)
             before = time.monotonic()
 
-    def _look(self) -> tuple[Explanation, Snapshot] | None:
+    def _check(self) -> tuple[Explanation, Snapshot] | None:
         if news := self._observer.poll():
             self.progress(news)
-        self._tell_silent()
+        self._report_silent()
         limit_s = max(self._limit_s, STARTING_S) if self._observer.starting else self._limit_s
         what, at = self._last
         return self._stall(what, at) if time.monotonic() - at >= limit_s else None
 
-    def _tell_silent(self) -> None:
-        """Say once who does not answer, also while the run can go on without them."""
+    def _report_silent(self) -> None:
+        """Report each actor that does not answer once, also while the run can go on without it."""
         silent = self._observer.silent(self._limit_s / 2)
-        for name in silent.keys() - self._told:
+        for name in silent.keys() - self._reported_silent:
             view = silent[name]
             how = "is stopped (SIGSTOP)" if view.health == "stopped" else "does not answer"
             self._record("silent", {"actor": name, "health": view.health, "seconds": view.silent_s})
             self._say(f"{name} {how}; the run goes on as long as it can")
-        self._told = set(silent)
+        self._reported_silent = set(silent)
 
     def _stall(self, what: str, at: float) -> tuple[Explanation, Snapshot] | None:
         snapshot = self._observer.snapshot(time.monotonic() - at, what, driver_blocked=self._driver_blocked())
@@ -197,9 +197,9 @@ class Watchdog:
             with suppress(RuntimeError):  # the run has ended in this very moment
                 loop.call_soon_threadsafe(self._end.set_result, None)
         if not self._over.wait(0.0 if hopeless else END_S):
-            self._leave("failed", f"StallError: {explanation.sentence}", StallError.exit_code)
+            self._exit("failed", f"StallError: {explanation.sentence}", StallError.exit_code)
 
-    def _leave(self, status: str, error: str, code: int) -> None:
+    def _exit(self, status: str, error: str, code: int) -> None:
         self._at_exit(status, error)
         print(f"asyncrl: {error.partition(': ')[2]}", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -18,6 +18,7 @@ from asyncrl.config import Checkpoint, Run, WarmStart, Weights
 from asyncrl.config.engine import NativeEngine
 from asyncrl.config.task import ChainsTask
 from asyncrl.errors import WeightSyncError
+from asyncrl.fleet.state import FleetState
 from asyncrl.training.warm_start import make_model
 
 NONE = Resources(cpus=0.0)
@@ -52,7 +53,8 @@ async def _scenario(spawner: Spawner, model: Path, directory: Path) -> None:
     names = ("rollout-0", "rollout-1")
     rollouts = {name: await spawner.spawn(name, NONE, RolloutActor, run, model, name, buffer, reward) for name in names}
     await asyncio.gather(*(rollout.start() for rollout in rollouts.values()))
-    publisher = Publisher(trainer, rollouts, deadline_s=DEADLINE, export_s=60, grace_s=1.0, required=1)
+    state = FleetState(rollouts)
+    publisher = Publisher(trainer, state, deadline_s=DEADLINE, export_s=60, grace_s=1.0, required=1)
     assert (await publisher.publish()).attempts == 1
     mark = os.environ["ASYNCRL_TEST"]
 
@@ -63,14 +65,14 @@ async def _scenario(spawner: Spawner, model: Path, directory: Path) -> None:
     assert not publishing.done()
     os.kill(victim, signal.SIGKILL)
     assert (await publishing).attempts == 2, "the other one is given every byte again"
-    assert len(publisher.living) == 1
+    assert len(state.participants) == 1
 
     os.kill(other, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"no answer from rollout-\d within 4 s; rollout-\d hung"):
         await publisher.publish()
     assert time.monotonic() - began < DEADLINE + 30
-    assert publisher.living == {}
+    assert state.participants == ()
 
 
 @pytest.mark.timeout(240)

@@ -7,7 +7,7 @@ import pytest
 
 from actors.rollout.delivery import DeliveryQueue, ProgressReporter
 from asyncrl.data.arrow import decode
-from asyncrl.fleet.delivery import gather_seconds
+from asyncrl.fleet.concurrency import gather_seconds
 from asyncrl.types import Segment, Slot
 from asyncrl.user_code.protocol import RewardFailure, RewardInput
 from tests.support.buffer_stores import trajectory

@@ -171,7 +171,7 @@ async def _generated(run: Run, model: Path, directory: Path, *, leave: bool) -> 
     generating = asyncio.create_task(rollouts[0].generate([(ticket, PROMPT) for ticket in tickets]))
     if leave:
         await reward.replied.wait()
-        await rollouts[0].hand_over()
+        await rollouts[0].drain()
         await generating
         missing, begun = await buffer.reassign([ticket.group for ticket in tickets])
         assert any(part.version == GIVEN for parts in begun.values() for part in parts), "left before a reply came"

@@ -19,6 +19,7 @@ from asyncrl.config import Checkpoint, Flow, Rollout, Run, WarmStart, Weights
 from asyncrl.config.engine import FakeEngine, NativeEngine
 from asyncrl.config.task import ChainsTask
 from asyncrl.errors import WeightSyncError
+from asyncrl.fleet.state import FleetState
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Probe, Prompt, SendOrder, WeightManifest
 from tests.support.in_process_actors import serving
@@ -66,7 +67,7 @@ class Scene:
         self.reward = RewardActor(run.reward)
         self.trainer = Trainer(run, model, directory / "checkpoints", self.buffer)
         self.rollout = RolloutActor(run, model, "rollout-0", self.buffer, self.reward)
-        self.publisher = Publisher(self.trainer, {"rollout-0": self.rollout}, deadline_s=60, export_s=60)
+        self.publisher = Publisher(self.trainer, FleetState({"rollout-0": self.rollout}), deadline_s=60, export_s=60)
 
     async def version(self) -> int:
         return (await self.rollout.stats()).version
@@ -230,7 +231,7 @@ def test_answers_wait_for_the_verdict() -> None:
         with trial.running("good"):
             assert not await trial.spoiled("good")
         with trial.running("a"), trial.running("b"):
-            async with trial.on_trial():
+            async with trial.hold():
                 asking = asyncio.create_task(trial.spoiled("a"))
                 await asyncio.sleep(0)
                 assert not asking.done()

@@ -13,18 +13,22 @@ import torch
 
 from actors.publisher import Publisher
 from actors.trainer.actor import TrainerActor
+from asyncrl.config.weights import TransportName
 from asyncrl.errors import WeightSyncError
+from asyncrl.fleet.state import FleetState
+from asyncrl.system.optional import require
 from asyncrl.types import SendOrder, WeightManifest
-from asyncrl.weights.manifest import CUDA_IPC
-from asyncrl.weights.transports import file
-from asyncrl.weights.transports.registry import Transport, Writer, make_writer, to_file
+from asyncrl.weights.transports import cuda_ipc, file
+from asyncrl.weights.transports.base import Writer
+from asyncrl.weights.transports.registry import make_writer, to_file
+from tests.support import needs
 from tests.support.weight_receiver import ProcessEngine
 
 GRACE = 0.5
-DEADLINES: dict[Transport, float] = {"shared_memory": 2.0, "file": 2.0, "cuda_ipc": 10.0}
+DEADLINES: dict[TransportName, float] = {"shared_memory": 2.0, "file": 2.0, "cuda_ipc": 10.0}
 ON_GPU = pytest.param(
     "cuda_ipc",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU)],
 )
 Spoil = Callable[[Writer, WeightManifest, int], None]
 """Called with what was published, and how often that happened."""
@@ -33,7 +37,7 @@ Spoil = Callable[[Writer, WeightManifest, int], None]
 class Trainer:
     """What a publisher asks of a trainer, without the training."""
 
-    def __init__(self, transport: Transport, folder: Path, spoil: Spoil) -> None:
+    def __init__(self, transport: TransportName, folder: Path, spoil: Spoil) -> None:
         device = "cuda" if transport == "cuda_ipc" else "cpu"
         self.weights, bias = torch.zeros(4096, device=device), torch.ones(3, device=device)
         self._writer: Writer = make_writer(
@@ -63,13 +67,15 @@ def _nothing(_: Writer, __: WeightManifest, ___: int) -> None: ...
 
 
 class Scene:
-    def __init__(self, trainer: Trainer, engines: list[ProcessEngine], publisher: Publisher) -> None:
-        self.trainer, self.engines, self.publisher = trainer, engines, publisher
+    def __init__(
+        self, trainer: Trainer, engines: list[ProcessEngine], state: FleetState[Any], publisher: Publisher
+    ) -> None:
+        self.trainer, self.engines, self.state, self.publisher = trainer, engines, state, publisher
 
 
 @asynccontextmanager
 async def scene(
-    transport: Transport,
+    transport: TransportName,
     folder: Path,
     *,
     engines: int = 2,
@@ -78,10 +84,10 @@ async def scene(
 ) -> AsyncGenerator[Scene, None]:
     trainer = Trainer(transport, folder, spoil)
     processes = [ProcessEngine(f"e{number}") for number in range(engines)]
-    named = {process.name: cast(Any, process) for process in processes}
+    state = FleetState({process.name: cast(Any, process) for process in processes})
     publisher = Publisher(
         cast(TrainerActor, trainer),
-        named,
+        state,
         deadline_s=DEADLINES[transport],
         export_s=30.0,
         grace_s=GRACE,
@@ -92,7 +98,7 @@ async def scene(
         trainer.move()
         assert (await publisher.publish()).version == 1
         trainer.move()
-        yield Scene(trainer, processes, publisher)
+        yield Scene(trainer, processes, state, publisher)
     finally:
         for process in processes:
             await process.end()
@@ -101,7 +107,7 @@ async def scene(
 
 def _flip(writer: Writer, manifest: WeightManifest) -> None:
     location = (manifest.delta or manifest).location
-    if location.startswith(CUDA_IPC):
+    if location.startswith(cuda_ipc.SCHEME):
         _flip_on_gpu(writer, location)
         return
     path = Path(location.removeprefix(file.SCHEME))
@@ -111,17 +117,16 @@ def _flip(writer: Writer, manifest: WeightManifest) -> None:
 
 
 def _flip_on_gpu(writer: Writer, location: str) -> None:
-    from asyncrl.weights.transports.cuda_ipc import CudaIpcWriter, cupy
-
-    assert isinstance(writer, CudaIpcWriter)
-    handle, offset = location.removeprefix(CUDA_IPC).split("@")
+    cupy = require("cupy", extra="nccl")
+    assert isinstance(writer, cuda_ipc.CudaIpcWriter)
+    handle, offset = location.removeprefix(cuda_ipc.SCHEME).split("@")
     assert handle == cupy.cuda.runtime.ipcGetMemHandle(writer._memory.data.ptr).hex()
     writer._memory[int(offset) + 100] ^= 16
     cupy.cuda.Device().synchronize()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "file", ON_GPU])
-def test_a_flipped_bit_is_sent_again(transport: Transport, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_sent_again(transport: TransportName, tmp_path: Path) -> None:
     def once(writer: Writer, manifest: WeightManifest, exports: int) -> None:
         if exports == 2:
             _flip(writer, manifest)
@@ -142,7 +147,7 @@ def test_a_flipped_bit_is_sent_again(transport: Transport, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", ON_GPU])
-def test_bits_that_flip_every_time_stop_it_with_the_reason(transport: Transport, tmp_path: Path) -> None:
+def test_bits_that_flip_every_time_stop_it_with_the_reason(transport: TransportName, tmp_path: Path) -> None:
     def always(writer: Writer, manifest: WeightManifest, exports: int) -> None:
         if exports in (2, 3):
             _flip(writer, manifest)
@@ -158,7 +163,7 @@ def test_bits_that_flip_every_time_stop_it_with_the_reason(transport: Transport,
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", ON_GPU])
-def test_an_engine_killed_in_mid_sync_stops_it_with_the_reason(transport: Transport, tmp_path: Path) -> None:
+def test_an_engine_killed_in_mid_sync_stops_it_with_the_reason(transport: TransportName, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with scene(transport, tmp_path) as at:
             at.engines[1].signal(signal.SIGSTOP)  # so that it cannot be done before it is killed
@@ -168,7 +173,8 @@ def test_an_engine_killed_in_mid_sync_stops_it_with_the_reason(transport: Transp
             at.engines[1].signal(signal.SIGKILL)
             with pytest.raises(WeightSyncError, match="version 2 does not count, version 1 does: actor e1 died"):
                 await publishing
-            assert list(at.publisher.living) == ["e0"]
+            assert at.state.participants == ("e0",)
+            assert at.state.published_version == 1
 
     asyncio.run(scenario())
 
@@ -183,6 +189,7 @@ def test_an_engine_killed_in_mid_sync_is_left_behind_where_that_is_allowed(tmp_p
             published = await publishing
             assert (published.version, published.attempts) == (2, 2)
             assert at.trainer.orders[-1] == SendOrder(2, ("e0", "e2"), dense=True)
+            assert (at.state.serving, at.state.hung) == (("e0", "e2"), ()), "it died, it does not hang"
             at.trainer.move()
             assert (await at.publisher.publish()).version == 3
 
@@ -192,7 +199,7 @@ def test_an_engine_killed_in_mid_sync_is_left_behind_where_that_is_allowed(tmp_p
 @pytest.mark.parametrize("transport", ["shared_memory", ON_GPU])
 @pytest.mark.parametrize("required", [2, 1], ids=["all are required", "one is enough"])
 def test_an_engine_that_hangs_is_not_waited_for_beyond_its_deadline(
-    required: int, transport: Transport, tmp_path: Path
+    required: int, transport: TransportName, tmp_path: Path
 ) -> None:
     deadline = DEADLINES[transport]
 
@@ -202,7 +209,7 @@ def test_an_engine_that_hangs_is_not_waited_for_beyond_its_deadline(
             began = time.monotonic()
             if required == 1:
                 assert (await at.publisher.publish()).version == 2
-                assert list(at.publisher.living) == ["e1"]
+                assert (at.state.participants, at.state.hung) == (("e1",), ("e0",))
             else:
                 with pytest.raises(WeightSyncError, match=f"no answer from e0 within {deadline:g} s; e0 hung"):
                     await at.publisher.publish()

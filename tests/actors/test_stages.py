@@ -132,7 +132,7 @@ def test_the_buffer_gets_the_last_rewards_and_the_reasons_of_the_rest() -> None:
         actor = RewardActor(Reward(function=keep_here(length, "test/reward")), after=(keep_here(halve, "test/stage"),))
         outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
         answers = [(RewardInput("p", "c" * n, ""), trajectory(n, n)) for n in (1, 2, 4)]
-        await asyncio.gather(*(outbox.hand_over(*answer) for answer in answers))
+        await asyncio.gather(*(outbox.submit(*answer) for answer in answers))
         await actor.close()
 
     asyncio.run(run())
@@ -158,7 +158,7 @@ def test_parts_pass_through_stages_that_keep_change_add_or_clear_them() -> None:
         actor = RewardActor(Reward(function=keep_here(graded, "test/graded")), after=stages)
         outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
         for n in (1, 2, 3, 4, 5):
-            await outbox.hand_over(RewardInput("p", "c" * n, ""), trajectory(n, n))
+            await outbox.submit(RewardInput("p", "c" * n, ""), trajectory(n, n))
         await actor.close()
 
     asyncio.run(run())

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algorithms import gspo, ppo, registry
+from asyncrl.algorithms import losses, registry
 from asyncrl.algorithms.advantages import group_relative, leave_one_out
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.registry import correct
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import (
     Algorithm,
@@ -212,8 +212,8 @@ def test_rloo_has_the_gradient_of_grpo_where_nothing_is_clipped(batch: Batch):
 @given(_batches(longest=1, spread=1.0), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
 def test_gspo_with_answers_of_one_token_is_token_ppo(batch: Batch, low: float, high: float):
     tokens = Tokens(batch.logp_L, batch.behaviour_L, batch.advantage_L, batch.samples)
-    whole = gspo.loss(Gspo(clip_low=low, clip_high=high), tokens)
-    single = ppo.loss(Ppo(clip_low=low, clip_high=high), tokens)
+    whole = losses.sequence_clipped(Gspo(clip_low=low, clip_high=high), tokens)
+    single = losses.clipped(Ppo(clip_low=low, clip_high=high), tokens)
     assert torch.equal(whole.loss_L, single.loss_L)
     assert torch.equal(_gradient(whole.loss_L, batch), _gradient(single.loss_L, batch))
     assert whole.sums == single.sums

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, penalties, ppo, registry, reinforce_pp, rloo
+from asyncrl.algorithms import losses, registry
 from asyncrl.algorithms.advantages import (
     EPSILON,
+    Rewards,
     gae,
     group_relative,
     leave_one_out,
@@ -19,7 +20,7 @@ from asyncrl.algorithms.advantages import (
     step_relative,
     whitened,
 )
-from asyncrl.algorithms.base import Samples, Tokens
+from asyncrl.algorithms.base import Loss, Samples, Tokens
 from asyncrl.config.algorithm import (
     Algorithm,
     Cispo,
@@ -43,6 +44,14 @@ from asyncrl.training.forward import PolicyForward
 from asyncrl.types import Group, Segment, Slot, Trajectory
 
 LN2, LN3 = math.log(2), math.log(3)
+
+
+def _loss(settings: Algorithm, tokens: Tokens) -> Loss:
+    return registry.entry(settings).loss(settings, tokens)
+
+
+def _advantages(settings: Algorithm, rewards: list[Rewards]) -> list[Rewards]:
+    return registry.entry(settings).advantages(settings, rewards)
 
 
 def _tensor(*values: float) -> Tensor:
@@ -129,7 +138,7 @@ def test_whitening_is_over_all_parts_together():
 
 def test_the_critic_is_pulled_to_its_returns():
     value = _tensor(1, 3).requires_grad_()
-    loss = ppo.critic_loss(value, _tensor(2, 1))
+    loss = losses.critic(value, _tensor(2, 1))
     assert loss.tolist() == [0.5, 2.0]
     assert _gradient(loss, value) == [-1.0, 2.0]
 
@@ -146,7 +155,7 @@ def test_the_clip_acts_only_where_it_lowers_the_objective(settings: Algorithm, h
     # r = 1.5: clipped where A > 0, kept where A < 0.  r = 0.5: kept where A > 0, clipped to 0.8 where A < 0.
     # d(r A) / d log pi = r A, and 0 where clipped.
     tokens = _tokens(RATIO, ADVANTAGE)
-    loss = registry.entry(settings).loss(settings, tokens)
+    loss = _loss(settings, tokens)
     assert loss.loss_L.tolist() == pytest.approx([-highest, 1.5, -0.5, 0.8, -2.2], rel=1e-12)
     assert _gradient(loss.loss_L, tokens.logp_L) == pytest.approx([0.0, 1.5, -0.5, 0.0, -2.2], rel=1e-12)
     assert loss.sums == {"clipped": 2.0}
@@ -154,7 +163,7 @@ def test_the_clip_acts_only_where_it_lowers_the_objective(settings: Algorithm, h
 
 def test_rloo_clips_nothing():
     tokens = _tokens(RATIO, ADVANTAGE)
-    loss = rloo.loss(Rloo(), tokens)
+    loss = _loss(Rloo(), tokens)
     assert loss.loss_L.tolist() == pytest.approx([-1.5, 1.5, -0.5, 0.5, -2.2], rel=1e-12)
     assert _gradient(loss.loss_L, tokens.logp_L) == pytest.approx([-1.5, 1.5, -0.5, 0.5, -2.2], rel=1e-12)
 
@@ -164,7 +173,7 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
     # A < 0: not clipped, each of the two token losses is 2, and ds / d log pi = s / 2 = 1, so 1 + 1 for either token.
     # One token of ratio 1.25, A = 2: 2.5 as in PPO.
     tokens = _tokens([4, 1, 4, 1, 1.25], [1, 1, -1, -1, 2], lengths=[2, 2, 1])
-    loss = gspo.loss(Gspo(clip_low=0.5, clip_high=0.5), tokens)
+    loss = _loss(Gspo(clip_low=0.5, clip_high=0.5), tokens)
     assert loss.loss_L.tolist() == pytest.approx([-1.5, -1.5, 2, 2, -2.5], rel=1e-12)
     assert _gradient(loss.loss_L, tokens.logp_L) == pytest.approx([0, 0, 2, 2, -2.5], rel=1e-12)
     assert loss.sums == {"clipped": 2.0}
@@ -173,7 +182,7 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
 def test_cispo_caps_the_ratio_and_keeps_every_gradient():
     # weight min(r, 2) = 2, 0.5, 1; loss = - weight A log pi with log pi = 2 ln 2, - ln 2, 0; gradient = - weight A
     tokens = _tokens([4, 0.5, 1], [1, 1, -2])
-    loss = cispo.loss(Cispo(cap=2.0), tokens)
+    loss = _loss(Cispo(cap=2.0), tokens)
     assert loss.loss_L.tolist() == pytest.approx([-4 * LN2, 0.5 * LN2, 0.0], rel=1e-12)
     assert _gradient(loss.loss_L, tokens.logp_L) == pytest.approx([-2.0, -0.5, 2.0], rel=1e-12)
     assert loss.sums == {"clipped": 1.0}
@@ -190,7 +199,7 @@ def test_cispo_caps_the_ratio_and_keeps_every_gradient():
 )
 def test_kl_estimators(estimator: Literal["k1", "k2", "k3"], values: list[float], gradients: list[float]):
     logp, reference = _tensor(0.5, 0.25).log().requires_grad_(), _tensor(0.25, 0.5).log()  # d = ln 2, - ln 2
-    penalty = penalties.kl(estimator, logp, reference)
+    penalty = losses.kl(estimator, logp, reference)
     assert penalty.tolist() == pytest.approx(values, rel=1e-12)
     assert _gradient(penalty, logp) == pytest.approx(gradients, rel=1e-12)
 
@@ -199,7 +208,7 @@ def test_entropy_of_a_quarter_and_three_quarters():
     # H = -(1/4) ln(1/4) - (3/4) ln(3/4) = ln 4 - (3/4) ln 3, and dH / dlogit_i = - p_i (ln p_i + H):
     # ln(1/4) + H = -(3/4) ln 3 and ln(3/4) + H = (1/4) ln 3
     logits = _tensor(0, LN3, 0, 0).reshape(2, 2).requires_grad_()
-    entropy = penalties.entropy(logits)
+    entropy = losses.entropy(logits)
     assert entropy.tolist() == pytest.approx([2 * LN2 - 0.75 * LN3, LN2], rel=1e-12)
     (gradient,) = torch.autograd.grad(entropy.sum(), logits)
     assert gradient.flatten().tolist() == pytest.approx([3 / 16 * LN3, -3 / 16 * LN3, 0.0, 0.0], abs=1e-15)
@@ -209,23 +218,13 @@ def test_advantages_of_every_algorithm():
     rewards = [np.array([1.0, 2.0, 6.0])]  # mean 3, variance (4 + 1 + 9) / 3 = 14 / 3
     centered = [-2.0, -1.0, 3.0]
     scaled = pytest.approx([a / (math.sqrt(14 / 3) + EPSILON) for a in centered])
-    for module, settings in (
-        (grpo, Grpo()),
-        (dapo, Dapo()),
-        (gspo, Gspo()),
-        (cispo, Cispo()),
-        (reinforce_pp, ReinforcePp()),
-    ):
-        assert module.advantages(settings, rewards)[0].tolist() == scaled, module.__name__
-    for module, settings in (
-        (dr_grpo, DrGrpo()),
-        (grpo, Grpo(normalize_std=False)),
-        (gspo, Gspo(normalize_std=False)),
-        (cispo, Cispo(normalize_std=False)),
-    ):
-        assert module.advantages(settings, rewards)[0].tolist() == centered, module.__name__
-    assert rloo.advantages(Rloo(), rewards)[0].tolist() == pytest.approx([-3.0, -1.5, 4.5])
-    assert ppo.advantages(Ppo(), rewards)[0].tolist() == [1.0, 2.0, 6.0]  # the critic's business
+    for settings in (Grpo(), Dapo(), Gspo(), Cispo(), ReinforcePp()):
+        assert _advantages(settings, rewards)[0].tolist() == scaled, settings
+    off = {"normalize_std": False}
+    for settings in (DrGrpo(), Grpo(**off), Gspo(**off), Cispo(**off)):
+        assert _advantages(settings, rewards)[0].tolist() == centered, settings
+    assert _advantages(Rloo(), rewards)[0].tolist() == pytest.approx([-3.0, -1.5, 4.5])
+    assert _advantages(Ppo(), rewards)[0].tolist() == [1.0, 2.0, 6.0]  # the critic's business
 
 
 class _Policy(PolicyForward):
@@ -245,7 +244,7 @@ def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
     (0.1^2 + 0.2^2 + 0.3^2) / 3 = 0.14 / 3.
     """
     settings = ReinforcePp(kl=Kl(coefficient=0.5, placement="reward"))
-    (found,) = reinforce_pp.advantages(settings, [np.array([1.0, 0.0])])
+    (found,) = _advantages(settings, [np.array([1.0, 0.0])])
     prompt = Segment.given([3, 4])
     trajectories = tuple(
         Trajectory(
@@ -268,7 +267,7 @@ def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
 
 
 def test_only_advantages_over_the_step_wait_for_all_of_it():
-    assert {name for name, entry in registry.REGISTRY.items() if entry.whole_step} == {"ppo", "reinforce_pp"}
+    assert {settings for settings, entry in registry.ALGORITHMS.items() if entry.whole_step} == {Ppo, ReinforcePp}
 
 
 def test_a_loss_of_the_users_own_is_found_by_name(tmp_path: Path):

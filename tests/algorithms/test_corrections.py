@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms import grpo
+from asyncrl.algorithms import losses
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Caution, Corrected, correct, log_ratio
+from asyncrl.algorithms.corrections import Caution, Corrected, log_ratio
+from asyncrl.algorithms.registry import correct
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import Correction, CustomCorrection, DrGrpo, Grpo, Importance, Reject
 from asyncrl.training.batches import block, pack
@@ -209,7 +210,7 @@ def test_the_weight_multiplies_the_whole_clipped_term():
     settings = Importance(proximal="interpolated", cap=5.0, outside="mask", reject=())
     found = correct(settings, logp, behaviour, samples)
     advantage_L = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    loss_L = found.weight_L * grpo.loss(Grpo(), Tokens(logp, found.proximal_logp_L, advantage_L, samples)).loss_L
+    loss_L = found.weight_L * losses.clipped(Grpo(), Tokens(logp, found.proximal_logp_L, advantage_L, samples)).loss_L
     assert loss_L.tolist() == pytest.approx([16, -5.12])
     (gradient,) = torch.autograd.grad(loss_L.sum(), logp)
     assert gradient.tolist() == pytest.approx([16, 0])
@@ -221,7 +222,7 @@ def test_truncated_importance_sampling_has_the_gradient_of_a_weighted_log_probab
     samples = _samples([2, 1])
     found = correct(Importance(reject=(Reject(measure="ratio", over="max", high=10.0),)), logp, behaviour, samples)
     advantage_L = torch.tensor([3.0, -1.0, 5.0], dtype=torch.float64)
-    loss_L = found.weight_L * grpo.loss(Grpo(), Tokens(logp, found.proximal_logp_L, advantage_L, samples)).loss_L
+    loss_L = found.weight_L * losses.clipped(Grpo(), Tokens(logp, found.proximal_logp_L, advantage_L, samples)).loss_L
     (gradient,) = torch.autograd.grad(loss_L.sum(), logp)
     assert gradient.tolist() == pytest.approx([-6, 0.5, 0])
 

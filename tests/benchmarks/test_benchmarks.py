@@ -3,20 +3,23 @@
 import argparse
 import dataclasses
 import json
+import os
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from trl import GRPOConfig
 
+from asyncrl.config import Run, Trainer
 from asyncrl.system.user_functions import load_function
 from asyncrl.tasks.registry import make_task
-from benchmarks import fp8, lists, longtail, weight_update
+from benchmarks import fp8, lists, longtail, runs, weight_update
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
-from benchmarks.runs import steady
+from benchmarks.runs import Point, reached, steady
 from pipelines.compose import compose
 
 
@@ -30,7 +33,7 @@ def test_each_mode_adds_one_thing_to_the_one_before(mode: str, groups: int) -> N
     assert run.flow.groups_per_step == groups
     assert run.task == longtail.TASK
     assert (run.flow.groups_per_take == groups) == (mode == "sync" or groups == 1)
-    assert run.max_staleness == (0 if mode in ("sync", "stream") else 4)
+    assert run.max_staleness == {"sync": 0, "stream": 0, "async": Run().max_staleness}.get(mode, 4)
     assert (run.drafter.__struct_config__.tag == "ngram") == (mode in ("speculation", "fp8"))
     assert run.rollout.precision == ("fp8_full" if mode == "fp8" else "fp32")
     assert not run.checkpoint.last
@@ -38,11 +41,12 @@ def test_each_mode_adds_one_thing_to_the_one_before(mode: str, groups: int) -> N
 
 @pytest.mark.parametrize("mode", longtail.MODES)
 def test_real_words_are_compared_by_the_same_modes(mode: str) -> None:
-    options = longtail.parse(["--words", "models/smollm2"])
+    options = longtail.parse(["--words", "models/smollm2", "--samples", "40960"])
     run = compose(["experiment=smollm2", *longtail.common(options), *longtail.settings(mode, options, [])])
     assert (run.flow.groups_per_step, run.rollout.group_size, run.rollout.max_tokens) == (64, 8, 1024)
     assert run.rollout.precision == ("fp8_full" if mode == "fp8" else "bf16")
-    assert run.max_staleness == (0 if mode in ("sync", "stream") else 20)
+    assert run.max_staleness == {"sync": 0, "stream": 0, "async": 2}.get(mode, 20)
+    assert (run.steps, run.trainer.decay_steps, run.evaluation.every) == (80, 26, 8)
     assert load_function(run.reward.function, "reward.function")("", "<answer>a</answer>", "a") == 1
 
 
@@ -85,8 +89,9 @@ def test_speculation_alone_needs_a_head(capsys: pytest.CaptureFixture[str]) -> N
     assert longtail.parse(["--modes", "speculation", "--drafter", "ngram"]).modes == ["speculation"]
 
 
+@pytest.mark.slow
 def test_modes_run_and_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = "--modes sync speculation fp8 --drafter ngram --steps 2 --groups 4 --warm-start 20"
+    words = "--modes sync speculation fp8 --drafter ngram --steps 2 --groups 4 --warm-start 20 --evaluate-every 1"
     small = "cluster=inprocess evaluation.prompts=4 rollout.fp8.keep_first=1 rollout.fp8.keep_last=1"  # FP8 is refused
     options = longtail.parse(
         [*words.split(), "--root", str(tmp_path), "--out", str(tmp_path / "out.json"), *small.split()]
@@ -98,8 +103,13 @@ def test_modes_run_and_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture
     assert found[0].staleness_max == 0
     assert [row["mode"] for row in json.loads((tmp_path / "out.json").read_text())] == ["sync", "speculation"]
     assert not list((tmp_path / "sync" / "checkpoints").glob("step-*"))
+    _only_the_counted_steps_are_compared_with_a_peer(tmp_path / "sync")
     shown = capfd.readouterr()
     assert "samples/s  1.00x" in shown.out
+    assert "all modes: seed 0, 2 steps of 32 samples, lr 0.0002 (grows over the first 0 steps" in shown.out
+    for figures in found:
+        assert [point.samples for point in figures.curve] == [0, 32, 64]
+        assert figures.curve[-1].held_out == figures.held_out
     assert "fp8          left out: the run was refused, see above" in shown.out
     assert "so that nothing is quantized" in shown.err
 
@@ -116,6 +126,60 @@ def test_bars_say_what_is_held() -> None:
         "NOT held speculation: trainer waits 20%, at most 10 %",
         "NOT held speculation: held-out -5.0 points, at most 3 behind sync",
     ]
+
+
+def _only_the_counted_steps_are_compared_with_a_peer(directory: Path) -> None:
+    rows = pq.read_table(directory / "metrics.parquet").to_pylist()
+    found = runs.count(directory, range(1, 2))
+    assert found.seconds == pytest.approx(rows[1]["loop_seconds"] - rows[0]["loop_seconds"])
+    assert (found.samples, found.tokens) == (32, rows[1]["tokens"])
+    assert found.learned in (0.0, 0.25, 0.5, 0.75, 1.0)  # of four groups
+    assert runs.count(directory, range(2)).samples == 64
+    rate = trl_grpo.our_rate(directory, "asyncrl", range(1, 2))
+    assert rate.mean_tokens * rate.samples_per_second == pytest.approx(rate.tokens_per_second)
+
+
+def test_modes_that_learn_with_other_settings_are_not_compared() -> None:
+    one = Run()
+    other = Run(trainer=Trainer(lr=1e-3))
+    assert "grpo(), correction importance(), aggregation by token" in longtail.same([one, one])
+    with pytest.raises(SystemExit, match="nothing could be said about asynchrony"):
+        longtail.same([one, other])
+
+
+def test_a_table_says_when_which_score_was_reached() -> None:
+    points = (Point(0, 0.0, 0.1), Point(512, 10.0, 0.3), Point(1024, 20.0, 0.7), Point(1536, 25.0, 0.6))
+    head, row = longtail.table([msgspec.structs.replace(_figures("async", 50.0), curve=points)], [0.5, 0.8], 1024)
+    assert " ".join(head.split()) == (
+        "mode staleness samples/s to sync at 1024 to 0.5: samples seconds to 0.8: samples seconds last"
+    )
+    assert row.split() == ["async", "0", "50.0", "0.50x", "0.700", "768", "15.0", "-", "-", "0.500"]
+    assert reached(points, 0.1) == points[0]
+    assert reached((), 0.1) is None
+
+
+def test_steps_behind_an_evaluation_count_as_long_as_the_others(tmp_path: Path) -> None:
+    """Eight steps of a second, but for the first, which takes five, and two that were prepared in an evaluation."""
+    ends = [5.0, 6.0, 7.0, 8.0, 8.1, 8.2, 9.2, 10.2]
+    rows = [{"samples": 10, "loop_seconds": end} for end in ends]
+    same = {"wait_seconds": 0.5, "train_seconds": 0.1, "sync_seconds": 0.1, "generated_tokens": 0}
+    pq.write_table(pa.Table.from_pylist([row | same for row in rows]), tmp_path / "metrics.parquet")
+    scores = {str(step): {"sampled": step / 10} for step in (0, 4, 8)}
+    (tmp_path / "summary.json").write_text(json.dumps({"evaluations": scores}))
+    assert [runs.undisturbed(step, 4) for step in range(8)] == [True, True, True, True, False, False, False, True]
+    found = runs.curve(tmp_path, every=4)
+    assert [(point.samples, point.held_out) for point in found] == [(0, 0.0), (40, 0.4), (80, 0.8)]
+    assert [point.seconds for point in found] == pytest.approx([0.0, 8.0, 12.0])
+    assert steady(tmp_path, every=4).samples_per_second == pytest.approx(10)
+    assert steady(tmp_path).samples_per_second == pytest.approx(40 / 2.2)
+
+
+def test_a_function_alone_answers_or_says_why_not() -> None:
+    assert runs.alone(divmod, 7, 2) == (3, 1)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: "):
+        runs.alone(divmod, 7, 0)
+    with pytest.raises(RuntimeError, match="the process ended with 3"):
+        runs.alone(os._exit, 3)
 
 
 def test_an_update_is_told_by_its_moments() -> None:
@@ -194,9 +258,10 @@ def test_both_sides_train_on_as_many_samples_of_the_same_limits() -> None:
         (trl_grpo.QUICKSTART, "quickstart", None),
         (trl_grpo.SMOLLM2, "smollm2", Path("somewhere")),
     ):
-        theirs = trl_grpo.their_arguments(setting, steps=3)
+        theirs = trl_grpo.their_arguments(setting, setting.micro_batches[0], steps=3)
         run = compose([f"experiment={experiment}", *trl_grpo.our_overrides(setting, model, steps=3)])
         assert theirs.keys() <= known
+        assert not any(setting.samples % size for size in setting.micro_batches)
         step = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
         assert step == run.samples_per_step == setting.samples
         assert theirs["num_generations"] == run.rollout.group_size
@@ -208,6 +273,19 @@ def test_both_sides_train_on_as_many_samples_of_the_same_limits() -> None:
     assert run.trainer.dtype == "bf16"
     native = compose(["experiment=smollm2", *trl_grpo.our_overrides(setting, model, steps=3, engine="native")])
     assert native.engine.device == "cuda"  # type: ignore[union-attr]
+
+
+def test_the_peer_is_compared_at_its_best() -> None:
+    ours, slow, fast = (
+        trl_grpo.Rate(side=side, samples_per_second=rate, tokens_per_second=rate * size, mean_tokens=size, learned=0.5)
+        for side, rate, size in (("asyncrl", 90.0, 10.0), ("TRL, 1 at a time", 10.0, 12.0), ("TRL, 2", 20.0, 15.0))
+    )
+    found = trl_grpo.Figures(setting=trl_grpo.QUICKSTART, warm=1, steps=12, asyncrl=[ours], trl=[slow, fast])
+    lines = trl_grpo.verdict(found).splitlines()
+    assert lines[0] == "steps 2 to 13 of both sides"
+    assert lines[-1] == (
+        "asyncrl over the best of TRL: 4.5x the samples and 3.0x the tokens per second; wanted 4x: held"
+    )
 
 
 def test_chats_are_shown_to_the_peer_turn_by_turn() -> None:

@@ -216,12 +216,12 @@ def test_age_is_judged_by_the_real_tokens_at_delivery() -> None:
     assert ledger.choice(2).groups == (3,)
 
 
-def test_memory_is_promised_at_admission_and_settled_by_the_real_size() -> None:
+def test_memory_is_reserved_at_admission_and_settled_by_the_real_size() -> None:
     ledger = Ledger(rules(max_bytes=450, max_staleness=9))
     first, _ = admit(ledger), admit(ledger)
     refusal = ledger.admission(0.0)
     assert isinstance(refusal, Refusal)
-    assert refusal.reason == "memory: 400 of 450 bytes are held or promised, a group needs 200"
+    assert refusal.reason == "memory: 400 of 450 bytes are held or reserved, a group needs 200"
     fill(ledger, first)
     assert ledger.bytes == 220
     assert admit(ledger) == 2
@@ -235,7 +235,7 @@ def test_a_slot_that_was_never_leased_is_an_error() -> None:
     ledger = Ledger(rules())
     admit(ledger)
     for slot in (Slot(1, 0), Slot(0, 2), Slot(-1, 0)):
-        with pytest.raises(ValueError, match="never leased"):
+        with pytest.raises(ValueError, match="no ticket was issued"):
             ledger.status(slot)
 
 
@@ -297,7 +297,7 @@ class BookMachine(RuleBasedStateMachine):
             self.end(group)
         self.ledger.apply(Delivered(self.ledger.step, choice.groups))
 
-    @precondition(lambda self: not self.ledger.places(self.ledger.step))
+    @precondition(lambda self: not self.ledger.capacity(self.ledger.step))
     @rule(publish=st.booleans())
     def commit(self, publish: bool) -> None:
         self.ledger.apply(Committed(self.ledger.step))
@@ -372,7 +372,7 @@ def test_training_proceeds_whatever_finishes_first(
             assert ledger.step - ledger.waiting[group].version <= staleness
             order.append(group)
             ledger.apply(Delivered(ledger.step, (group,)))
-        if not ledger.places(ledger.step):
+        if not ledger.capacity(ledger.step):
             ledger.apply(Committed(ledger.step))
             unpublished = publish_lag
         elif unpublished:
@@ -399,7 +399,7 @@ def test_training_proceeds_under_any_bounds_and_cadence_that_a_controller_may_ch
     rng = random.Random(seed)
     ledger = Ledger(rules(groups_per_step=quota, max_staleness=staleness))
     for step, (wanted, rarely) in enumerate(bounds):
-        while ledger.places(step):
+        while ledger.capacity(step):
             while isinstance(event := ledger.admission(0.0), Admitted):
                 ledger.apply(event)
             running = [group for group in ledger.waiting if not ledger.complete(group)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer import log
-from asyncrl.buffer.log import FRAME, HEADER_SIZE, Log, Place, segment_paths
+from asyncrl.buffer.log import FRAME, HEADER_SIZE, Location, Log, segment_paths
 from asyncrl.errors import CorruptSegmentError
 
 SCHEMA = bytes(range(16))
@@ -25,7 +25,7 @@ def recovered(log: Log) -> list[bytes]:
     return [frame.payload for _, frame in log.recover()]
 
 
-def write(directory: Path, *payloads: bytes, seal: bool) -> tuple[Path, list[Place]]:
+def write(directory: Path, *payloads: bytes, seal: bool) -> tuple[Path, list[Location]]:
     log = open_log(directory)
     assert recovered(log) == []
     places = [log.append([(SLOT, payload)])[0] for payload in payloads]

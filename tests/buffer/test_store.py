@@ -79,21 +79,25 @@ def test_failed_and_late_samples_are_counted_with_their_reason(tmp_path: Path) -
     failing, slow = admit(buffer), admit(buffer)
     buffer.append(payload(failing.group, 0, tokens=5))
     assert buffer.fail(Slot(failing.group, 0), "reward_error").status == "duplicate", "already stored"
-    assert buffer.fail(Slot(failing.group, 1), "reward_nan", tokens=3).status == "dropped"
+    assert buffer.fail(Slot(failing.group, 1), "reward_invalid", tokens=3).status == "dropped"
     assert buffer.append(payload(failing.group, 1)).status == "dropped"
     assert buffer.expire(now=9.9) == ()
     assert buffer.expire(now=10.0) == (slow.group,)
     assert [buffer.append(payload(slow.group, 0, tokens=7)).status for _ in range(2)] == ["dropped", "dropped"]
     assert buffer.fail(Slot(slow.group, 1), "engine_error", tokens=2).status == "dropped"
     assert buffer.ledger() == LedgerCounts(
-        leased=4, in_flight=0, buffered=0, consumed=0, dropped={"group_incomplete": 1, "reward_nan": 1, "timeout": 2}
+        leased=4,
+        in_flight=0,
+        buffered=0,
+        consumed=0,
+        dropped={"group_incomplete": 1, "reward_invalid": 1, "timeout": 2},
     )
-    assert buffer.waste() == {"group_incomplete": 5, "reward_nan": 3, "timeout": 9}
+    assert buffer.waste() == {"group_incomplete": 5, "reward_invalid": 3, "timeout": 9}
 
 
 def test_wrong_calls_say_what_is_wrong(tmp_path: Path) -> None:
     buffer = open_buffer(tmp_path)
-    with pytest.raises(ValueError, match="never leased"):
+    with pytest.raises(ValueError, match="no ticket was issued"):
         buffer.append(payload(0, 0))
     with pytest.raises(ValueError, match="not a trajectory payload"):
         buffer.append(b"junk")

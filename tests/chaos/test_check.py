@@ -162,11 +162,11 @@ MISDEEDS: list[tuple[Record, str]] = [
     (Delivered(1, (0,)), "group 0 was delivered before: it would be trained on twice"),
     (Delivered(1, (2,)), "group 2 was dropped before, for reward_error"),
     (Delivered(1, (4,)), "group 4 is delivered without its samples [0, 1]"),
-    (Delivered(1, (9,)), "group 9 was never leased"),
+    (Delivered(1, (9,)), "group 9 was never admitted"),
     (Delivered(2, (3,)), "groups (3,) are delivered for step 2 in step 1"),
     (Committed(1), "step 1 is committed in step 1 with 0 of 2 groups"),
-    (Admitted(7, 1, 0.0, 10), "group 7 is leased where 5 comes next"),
-    (Admitted(5, 2, 0.0, 10), "group 5 is leased under version 2; 1 is served"),
+    (Admitted(7, 1, 0.0, 10), "group 7 is admitted where 5 comes next"),
+    (Admitted(5, 2, 0.0, 10), "group 5 is admitted under version 2; 1 is served"),
     (Dropped(0, "timeout"), "group 0 was delivered before"),
     (Dropped(2, "timeout"), "group 2 was dropped before"),
     (Late(3, 0, 5), "its group was not dropped"),
@@ -185,6 +185,33 @@ def test_a_record_that_cannot_follow_is_found_with_its_place(tmp_path: Path, mis
     assert text.startswith("ledger-000000000000010.seg offset 104: ")
 
 
+def test_a_record_that_cannot_be_read_is_found_with_its_location(tmp_path: Path) -> None:
+    small_run(tmp_path / "run")
+    log = Log(
+        tmp_path / "run",
+        journal.STEM,
+        run_id="test-run",
+        schema=journal.SCHEMA_HASH,
+        segment_bytes=journal.SEGMENT_BYTES,
+        sync=False,
+    )
+    assert len(list(log.recover())) == 10
+    log.append([(journal.NO_SLOT, b"\x92\xa7Unknown\x03")])
+    log.seal()
+    text = violation(tmp_path / "run")
+    assert text.startswith("ledger-000000000000010.seg offset 104: the record cannot be read: not a record")
+
+
+def test_drop_reasons_of_other_releases_are_counted(tmp_path: Path) -> None:
+    small_run(tmp_path / "run")
+    write_records(tmp_path / "run", Dropped(3, "lost_in_space"), Dropped(4, "stage:dull", 1))
+    found = check(tmp_path / "run")
+    assert found.sound
+    assert found.ledger.dropped == {
+        "reward_error": 1, "group_incomplete": 2, "lost_in_space": 2, "stage:dull": 1
+    }  # fmt: skip
+
+
 def test_a_group_that_is_too_old_is_found(tmp_path: Path) -> None:
     small_run(tmp_path / "run")
     write_payloads(tmp_path / "run", *((Slot(4, i), payload(4, i)) for i in range(2)))
@@ -198,13 +225,13 @@ def test_a_group_that_is_too_old_is_found(tmp_path: Path) -> None:
     assert "group 7 holds a token of version 0 and is delivered at version 3" in violation(tmp_path / "run")
 
 
-def test_a_slot_that_is_stored_twice_or_was_never_leased_is_found(tmp_path: Path) -> None:
+def test_a_slot_that_is_stored_twice_or_has_no_ticket_is_found(tmp_path: Path) -> None:
     small_run(tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     write_payloads(tmp_path / "run", (Slot(3, 1), payload(3, 1)))
     assert violation(tmp_path / "run").endswith("group 3 sample 1 is stored twice")
     write_payloads(tmp_path / "other", (Slot(8, 0), payload(8, 0)))
-    assert violation(tmp_path / "other").endswith("group 8 sample 0 is stored, but was never leased")
+    assert violation(tmp_path / "other").endswith("group 8 sample 0 is stored, but no ticket was issued for it")
 
 
 def test_versions_that_go_back_and_a_frame_of_another_slot_are_found(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from asyncrl.models.checkpoint import WEIGHTS
 from asyncrl.training.checkpoint import numbered
 from asyncrl.weights.manifest import digest_tensors
 from pipelines.cli.check import check
-from tests.pipelines.conftest import model as model
 from tests.pipelines.test_replay import graded
 from tests.support import quickstart_runs
 
@@ -59,14 +58,13 @@ def points(rng: random.Random, steps: int) -> Iterator[str]:
             yield f"checkpoints/step-{step}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("seed", "steps"), [(0, 3), pytest.param(1, 6, marks=pytest.mark.slow), pytest.param(2, 6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("seed", "steps"), [(0, 3), (1, 6), (2, 6)])
 def test_killed_and_resumed_is_never_killed(tmp_path: Path, model: Path, seed: int, steps: int) -> None:
     settings = (*DETERMINISTIC, f"steps={steps}", f"seed={seed}", graded(tmp_path))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    quickstart_runs.finish(quickstart_runs.start(whole, model, *settings))
+    quickstart_runs.run(whole, model, *settings)
     process, kills = quickstart_runs.start(broken, model, *settings), 0
     for point in points(random.Random(seed), steps):
         kills += kill_at(process, broken / "run", point)

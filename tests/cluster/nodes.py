@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support import needs
+
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 TOOLS = {"unshare": "util-linux", "ip": "iproute2", "ssh-keygen": "openssh-client", "rsync": "rsync"}
 SERVER = """\
@@ -42,15 +44,15 @@ exec {sshd} -D -e -f {place}/sshd_config
 def missing() -> str:
     """Why there can be no nodes here, or nothing."""
     if os.geteuid():
-        return "an SSH server of its own for each node needs root"
+        return "needs root: an SSH server for each node"
     if SSHD is None:
-        return "there is no SSH server: apt-get install openssh-server"
+        return needs.SSH
     for tool, package in TOOLS.items():
         if shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
-            return f"there is no {tool}: apt-get install {package}"
+            return needs.SSH if tool == "rsync" else f"needs {tool}: apt-get install {package}"
     probe = ["unshare", "--mount", "--pid", "--net", "--fork", "--mount-proc", "true"]
     if subprocess.run(probe, capture_output=True, check=False).returncode:
-        return "this machine gives no namespaces (unshare --mount --pid --net)"
+        return needs.NAMESPACES
     return ""
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster import nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 REPOSITORY = Path(__file__).parents[2]
 NAMESPACES = ["unshare", "--mount", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
 HEAD, KEPT, LOST = "127.0.0.1", "127.0.0.2", "127.0.0.3"

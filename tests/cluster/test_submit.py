@@ -1,6 +1,7 @@
 """What `asyncrl submit` refuses before it touches a machine, and the run that outlives its connection."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def test_a_run_is_not_fetched_over_another(cluster: Path, tmp_path: Path, monkey
         submit(cluster, ["name=mine"], down=True)
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh: apt-get install openssh-client")
 def test_a_head_that_lets_nobody_in_is_named_at_once(cluster: Path, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"the head does not let us in: ssh .*nobody-at-all@127.0.0.1"):
         submit(cluster, ["experiment=quickstart"])

@@ -11,19 +11,16 @@ from rich.console import Console
 from asyncrl.config.engine import NativeEngine, VllmEngine
 from asyncrl.config.precision import (
     Fp8,
-    carrier,
     check_precision,
     gathered_in,
     model_problems,
     numerics,
     served_precision,
-    travels_in_fp8,
-    vllm_in,
     without_fp8,
 )
 from asyncrl.config.run import Checkpoint, Run, load
 from asyncrl.data.tokenizer import save_character_tokenizer
-from asyncrl.engines.vllm import environment
+from asyncrl.engines.vllm import build, environment
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.precision.memory import footprint, footprints
@@ -60,20 +57,20 @@ def test_one_word(precision: str, weights: bool, kv: bool) -> None:
     found = numerics(run.rollout.precision, run.rollout.fp8)
     assert found is not None
     assert (found.weights, found.kv) == (weights, kv)
-    assert carrier(precision, NativeEngine()) == "fp32"
-    assert carrier(precision, VllmEngine()) == "bf16"
+    assert NativeEngine().carrier(precision) == "fp32"
+    assert VllmEngine().carrier(precision) == "bf16"
     assert probe.tolerance(run) == probe.FP8_TOLERANCE
 
 
 def test_other_precisions_have_none_of_it() -> None:
     assert numerics("fp32", Fp8()) is None
     assert numerics("bf16", Fp8()) is None
-    assert (carrier("fp32", VllmEngine()), carrier("bf16", NativeEngine())) == ("fp32", "bf16")
+    assert (VllmEngine().carrier("fp32"), NativeEngine().carrier("bf16")) == ("fp32", "bf16")
 
 
 def test_what_is_not_in_fp8_is_bf16_on_a_gpu_and_fp32_in_the_simulation() -> None:
-    assert carrier("fp8", NativeEngine(device="cuda")) == carrier("fp8", VllmEngine()) == "bf16"
-    assert carrier("fp8", NativeEngine(device="cpu")) == carrier("fp32", NativeEngine(device="cuda")) == "fp32"
+    assert NativeEngine(device="cuda").carrier("fp8") == VllmEngine().carrier("fp8") == "bf16"
+    assert NativeEngine(device="cpu").carrier("fp8") == NativeEngine(device="cuda").carrier("fp32") == "fp32"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -98,7 +95,7 @@ def test_what_the_trainer_quantizes_are_the_numbers_it_computes_with(dtype: str)
                 "engine": {"type": "native", "device": "cuda"},
                 "sentinel": {"on_fp8": "fall_back"},
             },
-            "our engine on a GPU cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop",
+            "engine=native on a GPU cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop",
         ),
         (
             {"rollout": {"precision": "fp8_kv"}, "engine": {"type": "vllm", "attention": "FLASHINFER"}},
@@ -122,7 +119,7 @@ def test_what_the_trainer_quantizes_are_the_numbers_it_computes_with(dtype: str)
         ),
         (
             {"rollout": {"precision": "fp8"}, "engine": {"type": "vllm"}, "sentinel": {"on_fp8": "fall_back"}},
-            "vLLM cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop",
+            "engine=vllm cannot leave FP8 while it runs; use sentinel.on_fp8=restart or stop",
         ),
         ({"rollout": {"precision": "fp4"}}, "use one of bf16, fp32, fp8, fp8_full, fp8_kv"),
         ({"rollout": {"fp8": {"keep_frist": 1}}}, "unknown key rollout.fp8.keep_frist"),
@@ -179,16 +176,16 @@ def test_an_answer_carries_the_precision_that_it_was_sampled_in() -> None:
     [("bf16", "none", "auto"), ("fp8", "fp8", "auto"), ("fp8_kv", "none", "fp8"), ("fp8_full", "fp8", "fp8")],
 )
 def test_vllm_is_told_in_its_own_words(precision: str, weights: str, kv: str) -> None:
-    found = vllm_in(VllmEngine(), precision)
+    found = VllmEngine().in_precision(precision)
     assert (found.quantization, found.kv_dtype) == (weights, kv)
-    assert vllm_in(VllmEngine(kv_dtype="fp8"), precision).kv_dtype == "fp8"
-    assert vllm_in(VllmEngine(quantization="fp8_per_block"), precision).quantization == "fp8_per_block"
+    assert VllmEngine(kv_dtype="fp8").in_precision(precision).kv_dtype == "fp8"
+    assert VllmEngine(quantization="fp8_per_block").in_precision(precision).quantization == "fp8_per_block"
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_kv", "fp8_full"])
 def test_one_word_is_enough_for_vllm(precision: str) -> None:
     run = load({"rollout": {"precision": precision}, "engine": {"type": "vllm"}})
-    assert not travels_in_fp8(run.engine)
+    assert not run.engine.travels_in_fp8
     assert not list(model_problems(run, layers=4, qk_norm=True, joined=(192, 64, 200)))
 
 
@@ -203,7 +200,7 @@ def test_a_run_that_leaves_fp8_leaves_all_of_it(engine: dict[str, str]) -> None:
 def test_blocks_of_joined_matrices_must_end_with_them() -> None:
     raw = {"rollout": {"precision": "fp8"}, "engine": {"type": "vllm", "quantization": "fp8_per_block"}}
     run = load(raw)
-    assert travels_in_fp8(run.engine)
+    assert run.engine.travels_in_fp8
     (said,) = model_problems(run, layers=4, qk_norm=True, joined=(256, 192, 1024))
     assert said.endswith("lie across the end of one with 192 outputs; use engine.quantization=fp8")
     assert not list(model_problems(run, layers=4, qk_norm=True, joined=(256, 128, 1024)))
@@ -238,10 +235,10 @@ def test_vllm_multiplies_the_numbers_of_bf16_by_tf32(
 
 def test_vllm_in_fp8_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     run = load({"rollout": {"precision": "fp8_full"}, "engine": {"type": "vllm"}})
-    monkeypatch.setattr(plan, "has_gpu", lambda: False)
+    monkeypatch.setattr(build, "has_gpu", lambda: False)
     said = "rollout.precision=fp8_full with engine=vllm needs a GPU; engine=native simulates FP8 on a CPU"
     assert said in plan.problems(run)
-    monkeypatch.setattr(plan, "has_gpu", lambda: True)
+    monkeypatch.setattr(build, "has_gpu", lambda: True)
     assert said not in plan.problems(run)
 
 

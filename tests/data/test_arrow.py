@@ -86,7 +86,7 @@ def written_by_arrow(item: Trajectory) -> bytes:
 def test_payloads_are_what_arrow_writes_and_both_ways_to_read_them_agree(item: Trajectory) -> None:
     payload = encode(item)
     assert payload == written_by_arrow(item)
-    found, arrows = arrow.read(payload), arrow.fields(arrow.read_batch(payload))
+    found, arrows = arrow.unpack(payload), arrow.fields(arrow.read_batch(payload))
     assert found is not None
     assert [np.array_equal(mine, its) for mine, its in zip(found, arrows, strict=True)] == [True] * len(found)
 
@@ -95,7 +95,7 @@ def test_payloads_are_what_arrow_writes_and_both_ways_to_read_them_agree(item: T
 def test_a_payload_with_another_byte_reads_as_arrow_reads_it(item: Trajectory, data: st.DataObject) -> None:
     payload = bytearray(encode(item))
     payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    if (found := arrow.read(bytes(payload))) is not None:
+    if (found := arrow.unpack(bytes(payload))) is not None:
         arrows = arrow.fields(arrow.read_batch(bytes(payload)))
         assert found[:3] == arrows[:3]
         assert np.array_equal(found.numbers, arrows.numbers, equal_nan=True)

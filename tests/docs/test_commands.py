@@ -4,6 +4,7 @@ added that make it short. What takes a GPU, a cluster, minutes or a network is r
 import importlib
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
 from pipelines.cli import main
 from pipelines.cli.parser import parse
+from tests.support import needs
 from tests.support.shown_commands import PAGES, ROOT, Command, shown
 from tests.support.tiny_chat import tiny_chat_model
 
@@ -73,8 +75,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_commands_work(page: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(world, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    why_not = needs.bubblewrap()
+    contained = [command for command in shown(ROOT / page) if why_not and "task=code" in command.words]
     for command in shown(ROOT / page):
-        _try(command)
+        if command not in contained:
+            _try(command, monkeypatch)
+    if contained:
+        pytest.skip(why_not)
 
 
 def test_commands_are_whole() -> None:
@@ -82,7 +89,7 @@ def test_commands_are_whole() -> None:
     assert not found, "these cannot be copied"
 
 
-def _try(command: Command) -> None:
+def _try(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     match command.words:
         case [("asyncrl" | ".venv/bin/asyncrl"), *rest]:
             _asyncrl(command, list(rest))
@@ -92,8 +99,9 @@ def _try(command: Command) -> None:
         case ["python", "-m", module, *_]:
             assert importlib.import_module(module).main, command
         case ["python", script, *arguments]:
-            done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            monkeypatch.setattr(sys, "argv", [script, *arguments])
+            with redirect_stdout(StringIO()):
+                runpy.run_path(script, run_name="__main__")
         case ["pip", "install", *packages]:
             assert _extras(packages) <= set(_project()["optional-dependencies"]), command
         case ["kubectl", "apply", "-f", file]:
@@ -112,6 +120,8 @@ def _asyncrl(command: Command, words: list[str]) -> None:
             named = next(word for word in settings if word.startswith("name="))
             shutil.rmtree(Path("runs", named.removeprefix("name=")), ignore_errors=True)
             assert _quietly(kind, *settings) == 0, command
+        case ["drafter", "train", *_] if "--steps" not in words:
+            assert _quietly(*words, "--steps", "20") == 0, command
         case _:
             assert _quietly(*words) == 0, command
 
@@ -121,10 +131,10 @@ def _local(settings: Sequence[str]) -> list[str]:
     settings = [word for word in settings if not word.startswith("model.steps=") and word != "trainer.device=cuda"]
     own = [f"model.path={Path('model').resolve()}" if word.startswith("model.path=") else word for word in settings]
     names = {word.partition("=")[0] for word in own}
-    if "experiment=quickstart" in own and "model" not in names:
-        own += ["model=checkpoint", f"model.path={Path('small').resolve()}"]
-    elif "experiment=smollm2" in own and "model.path" not in names:
+    if "experiment=smollm2" in own and "model.path" not in names:
         own.append(f"model.path={Path('model').resolve()}")
+    elif "experiment=smollm2" not in own and "model" not in names:
+        own += ["model=checkpoint", f"model.path={Path('small').resolve()}"]
     if "name" not in names:
         own.append(f"name=shown-{len(list(Path('runs').iterdir()))}")
     short = [word for word in SHORT if word.partition("=")[0] not in names]

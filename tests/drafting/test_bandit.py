@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.drafter import Adaptive, EagleDrafter, NgramDrafter, Strategy
-from asyncrl.drafting.bandit import PLAIN, Bandit, Range
+from asyncrl.config.drafter import PLAIN, Adaptive, EagleDrafter, NgramDrafter, Strategy
+from asyncrl.drafting.bandit import Bandit, Range
 
 CHAINS = (Strategy(depth=1), Strategy(depth=3), Strategy(depth=6))
 DRAFTER = EagleDrafter(tokens=6, adaptive=Adaptive(strategies=CHAINS))

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from asyncrl.engines.base import OnUpdate
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.types import Fp8Version, WeightManifest
+from tests.support import needs
 from tests.support.drafters import DRAFTERS, GUESSING, drafting, paged_drafting, save_heads
 from tests.support.driving import (
     LONG,
@@ -82,11 +83,11 @@ def _driver(request: pytest.FixtureRequest, path: Path) -> Driver:
     return Driver({"native": native, "paged": paged, "cuda": cuda, "fake": fake}[request.param], path)
 
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU)]
 NATIVE = ["native", "paged", pytest.param("cuda", marks=ON_GPU)]
 VLLM = pytest.param("vllm", marks=needs_vllm)
 WITH_DRAFTER = [
-    *(pytest.param(kind, marks=pytest.mark.slow if kind == "eagle" else ()) for kind in DRAFTERS),
+    *(pytest.param(kind, marks=pytest.mark.slow if kind in ("eagle", "tree") else ()) for kind in DRAFTERS),
     *(pytest.param(f"paged_{kind}", marks=pytest.mark.slow) for kind in ("eagle", "eagle3", "ngram")),
     *(pytest.param(f"cuda_{kind}", marks=ON_GPU) for kind in ("eagle", "eagle3", "ngram")),
 ]
@@ -116,7 +117,7 @@ def test_answers_are_fixed_by_their_seed_not_by_their_company(drive: Driver, pat
 
     reference = drive.run(alone())
     assert len({answer.tokens.tobytes() for answer in reference}) > 20
-    for max_batch in (1, 5, 64):
+    for max_batch in drive.batch_sizes:
         for answer, expected in zip(drive.run(together(max_batch)), reference, strict=True):
             assert answer.tokens.tolist() == expected.tokens.tolist()
             np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=EXACT)
@@ -444,5 +445,22 @@ def test_vllm_takes_a_version_of_which_nothing_is_in_fp8(shared_vllm: SharedVllm
                 plain = msgspec.structs.replace(publish(version + 1), fp8=Fp8Version())
                 await engine.load_weights(plain, "keep")
             assert (await collect(engine, ask("after", max_tokens=5))).versions == [version + 1]
+
+    shared_vllm.run(run())
+
+
+@needs_vllm
+def test_vllm_drops_what_is_given_up_before_or_after_it_has_it(shared_vllm: SharedVllm) -> None:
+    async def run() -> None:
+        async with shared_vllm.engine() as engine:
+            for turns in (0, 1, 2, 3, 100):
+                stream = engine.submit(ask("a", max_tokens=500))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await engine.abort("a")
+                assert [delta.finish async for delta in stream][-1] == "abort"
+            await asyncio.gather(*engine._tasks)  # type: ignore[attr-defined]
+            assert engine._serving().output_processor.get_num_unfinished_requests() == 0  # type: ignore[attr-defined]
+            assert len((await collect(engine, ask("b", max_tokens=5))).tokens) == 5
 
     shared_vllm.run(run())

@@ -15,6 +15,7 @@ from asyncrl.engines.native.cuda.graphs import GraphPool
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.system.devices import has_gpu
+from tests.support import needs
 from tests.support.driving import ask, collect, publishing, serving
 from tests.support.tiny_model import tiny_checkpoint
 
@@ -67,7 +68,7 @@ def test_every_step_says_when_it_is_behind_the_first_layers(tmp_path: Path, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
+@pytest.mark.skipif(not has_gpu(), reason=needs.GPU)
 def test_a_captured_step_reads_its_first_layers_before_they_change_and_goes_on_meanwhile() -> None:
     device = torch.device("cuda")
     timeline = Timeline(device)

@@ -14,25 +14,24 @@ import torch
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from tests.engines.cuda_kernels import CHECKS, Place
 from tests.precision.test_cuda_engine import QUANTIZED, answers, engine, in_turn
+from tests.support import needs
 from tests.support.driving import Answer, serving
 from tests.support.fp8_publishing import publishing
 from tests.support.tiny_model import tiny_checkpoint
 
 ON_GPU = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs Triton, which torch has only for GPUs: make test-kernels"
-)
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: make test-kernels")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@pytest.mark.skipif(not ON_GPU, reason=needs.GPU)
 @pytest.mark.parametrize("name", CHECKS)
 def test_kernel_on_the_gpu(name: str) -> None:
     CHECKS[name](Place(torch.device("cuda"), large=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@pytest.mark.skipif(not ON_GPU, reason=needs.GPU)
 @pytest.mark.parametrize("precision", QUANTIZED)
 def test_fp8_engine_on_the_gpu(precision: str, tmp_path: Path) -> None:
     """A sync changes what captured graphs compute: to what an engine computes that starts with those weights."""

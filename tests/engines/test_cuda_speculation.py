@@ -12,7 +12,6 @@ from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.drafting.checkpoint import head_tensors, save_head
 from asyncrl.drafting.heads import Kind
 from asyncrl.engines.base import Engine, OnUpdate
-from asyncrl.engines.native.build import on_gpu
 from asyncrl.engines.native.cuda.drafting import RING
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.cuda.pages import PAGE
@@ -239,4 +238,4 @@ def test_trees_stay_on_the_cpu(path: Path) -> None:
     drafter = Eagle3Drafter(tokens=3, top_k=3, verify=9)
     with pytest.raises(EngineError, match=r"no trees; use drafter\.top_k=1"):
         CudaEngine(path / "model", Settings(), drafter, name="paged", device=CPU)
-    assert not on_gpu(Settings(device="auto"), drafter)
+    assert not Settings(device="auto").on_gpu(drafter, found=True)

@@ -16,7 +16,8 @@ from asyncrl.config import Run
 from asyncrl.config.drafter import Adaptive, DrafterSettings, Eagle3Drafter, NgramDrafter, NoDrafter, Strategy
 from asyncrl.config.engine import VllmEngine
 from asyncrl.engines.base import Engine
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm import build
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.errors import EngineError
 from asyncrl.system import devices, minimum_versions
 from asyncrl.system.devices import has_avx512, has_gpu
@@ -43,12 +44,12 @@ REPEATING = (7, 8, 9, 10) * 6
     ],
 )
 def test_a_vllm_that_does_not_fit_is_named_with_the_command_that_mends_it(found: str | None, words: str) -> None:
-    assert words in str(minimum_versions.problem(found))
+    assert words in str(minimum_versions.vllm_problem(found))
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.27.1", "0.29.0+cpu", "0.29.1rc1"])
 def test_supported_versions_have_no_problem(found: str) -> None:
-    assert minimum_versions.problem(found) is None
+    assert minimum_versions.vllm_problem(found) is None
 
 
 @needs_vllm
@@ -67,26 +68,6 @@ def test_a_dead_engine_process_reaches_every_waiting_iterator(tmp_path: Path) ->
             assert "engine vllm is dead" in str(outcomes[0])
             with pytest.raises(EngineError, match="is dead"):
                 engine.submit(ask("late"))
-
-    asyncio.run(scenario())
-
-
-@needs_vllm
-def test_vllm_drops_what_is_given_up_before_or_after_it_has_it(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path)
-
-    async def scenario() -> None:
-        engine = build_vllm(tmp_path, TINY, NoDrafter(), name="vllm")
-        async with serving(engine):
-            for turns in (0, 1, 2, 3, 100):
-                stream = engine.submit(ask("a", max_tokens=500))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                await engine.abort("a")
-                assert [delta.finish async for delta in stream][-1] == "abort"
-            await asyncio.gather(*engine._tasks)
-            assert engine._serving().output_processor.get_num_unfinished_requests() == 0
-            assert len((await collect(engine, ask("b", max_tokens=5))).tokens) == 5
 
     asyncio.run(scenario())
 
@@ -129,13 +110,15 @@ def _speculate(path: Path, drafter: DrafterSettings, head: dict[str, torch.Tenso
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_ngram_drafts_change_no_answer(tmp_path: Path) -> None:
     _speculate(tmp_path, NgramDrafter(tokens=3, adaptive=Adaptive(on=False)))
 
 
+@pytest.mark.slow
 @needs_vllm
-@pytest.mark.parametrize("drafts", [pytest.param("ngram", marks=pytest.mark.slow), "eagle3"])
+@pytest.mark.parametrize("drafts", ["ngram", "eagle3"])
 def test_the_bandit_tries_every_depth_and_changes_no_answer(tmp_path: Path, drafts: str) -> None:
     reference = tiny_checkpoint(tmp_path / "target")
     tiny_eagle3(tmp_path / "head")
@@ -185,6 +168,7 @@ async def _measured(engine: Engine) -> EngineStats:
     return engine.stats()
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_an_eagle3_head_can_be_replaced_while_answers_run(tmp_path: Path) -> None:
     tiny_eagle3(tmp_path / "head")
@@ -193,7 +177,7 @@ def test_an_eagle3_head_can_be_replaced_while_answers_run(tmp_path: Path) -> Non
 
 
 @needs_vllm
-@pytest.mark.skipif(not has_gpu() and not has_avx512(), reason="an FP8 cache needs a GPU or a CPU with AVX-512")
+@pytest.mark.skipif(not has_gpu() and not has_avx512(), reason="needs a GPU or a CPU with AVX-512: make test-gpu")
 def test_an_fp8_cache_answers_nearly_the_same(tmp_path: Path) -> None:
     reference = tiny_checkpoint(tmp_path)
     settings = msgspec.structs.replace(TINY, kv_dtype="fp8")
@@ -221,8 +205,8 @@ def test_an_fp8_cache_answers_nearly_the_same(tmp_path: Path) -> None:
 def test_what_needs_a_gpu_is_refused_without_one(
     settings: VllmEngine, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "has_gpu", lambda: False)
-    monkeypatch.setattr(plan, "has_avx512", lambda: False)
+    monkeypatch.setattr(build, "has_gpu", lambda: False)
+    monkeypatch.setattr(build, "has_avx512", lambda: False)
     assert any(words in found for found in plan.problems(Run(root=str(tmp_path), engine=settings)))
 
 
@@ -239,7 +223,7 @@ def test_kernels_of_attention_are_vllms_by_name(name: Any, tmp_path: Path) -> No
 def test_drafts_for_sampled_answers_are_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(root=str(tmp_path), engine=VllmEngine(), drafter=NgramDrafter())
     words = "drafter=ngram with engine=vllm needs a GPU"
-    monkeypatch.setattr(plan, "has_gpu", lambda: False)
+    monkeypatch.setattr(build, "has_gpu", lambda: False)
     assert any(words in found for found in plan.problems(run))
     greedy = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, temperature=0.0))
     assert not any(words in found for found in plan.problems(greedy))
@@ -253,6 +237,6 @@ def test_vllm_is_the_default_where_it_can_use_a_gpu(
     gpu: bool, found: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(minimum_versions, "installed", lambda: found)
+    monkeypatch.setattr(minimum_versions, "vllm_installed", lambda: found)
     assert compose(["task.max_size=9"]).engine.__struct_config__.tag == chosen
     assert compose(["experiment=quickstart"]).engine.__struct_config__.tag == "native", "the demo stays on the CPU"

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.drafter import DrafterSettings, NgramDrafter, NoDrafter
 from asyncrl.config.engine import VllmEngine
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.engines.vllm.environment import OWNER
 from asyncrl.system.devices import has_gpu
+from tests.support import needs
 from tests.support.driving import LONG, Answer, ask, collect_all, serving
 from tests.support.parity import gathered, reference_logits
 from tests.support.real_vllm import TINY, needs_vllm
@@ -224,7 +225,7 @@ def _gap(
 
 @pytest.mark.gpu
 @needs_vllm
-@pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
+@pytest.mark.skipif(not has_gpu(), reason=needs.GPU)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("precision", "name"), [("bf16", "ASYNCRL"), ("fp8_kv", "auto")])
 def test_answers_are_as_near_to_the_models_as_with_vllms_attention(

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("vllm", reason="needs vLLM")
+from tests.support import needs
+
+pytest.importorskip("vllm", reason=needs.VLLM)
 
 from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.attention import Attention

@@ -8,14 +8,17 @@ import msgspec
 import pytest
 import torch
 
+from tests.support import needs
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU),
 ]
 READER = """
 import sys, msgspec, torch
 from asyncrl.types import WeightManifest
 from asyncrl.weights.transports.registry import digest_published, read_published
+from tests.support import needs
 manifest = msgspec.json.decode(sys.stdin.read(), type=WeightManifest)
 print(digest_published(manifest))
 for name, tensor in read_published(manifest, torch.device("cuda")):

@@ -21,12 +21,13 @@ from asyncrl.precision.publication import Fp8Source
 from asyncrl.types import Fp8Version, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import OneRank, fill
+from tests.support import needs
 from tests.support.gpu_waits import waits
 from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU),
 ]
 CUDA = torch.device("cuda")
 WHO = Receiver("test", "version 0", "model")

@@ -18,12 +18,13 @@ from asyncrl.precision.kv_scales import measure
 from asyncrl.training.batches import block, pack
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import Batch, training_memory
+from tests.support import needs
 from tests.support.gpu_waits import waits
 from tests.support.training_groups import make_groups
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU),
 ]
 CUDA = torch.device("cuda")
 SHAPE = {

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.drafter import NoDrafter
 from asyncrl.engines.base import Engine
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.errors import WeightSyncError
 from asyncrl.system.devices import has_gpu
 from asyncrl.types import WeightManifest
+from tests.support import needs
 from tests.support.driving import LONG, ask, collect, collect_all, serving, until_generated
 from tests.support.fp8_publishing import publishing
 from tests.support.parity import gathered, reference_logits
@@ -24,7 +25,7 @@ from tests.support.tiny_model import tiny_checkpoint
 pytestmark = [
     pytest.mark.gpu,
     needs_vllm,
-    pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not has_gpu(), reason=needs.GPU),
     pytest.mark.timeout(600),
 ]
 SHAPE = {

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.algorithms import penalties
+from asyncrl.algorithms import losses
 from asyncrl.models.head import bf16_logits, chunked_logprobs
 
 TOKENS, VOCABULARY, HIDDEN = 23, 61, 16
@@ -24,7 +24,7 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def _plain(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logits = logits / temperature
-    return logits.log_softmax(-1).gather(1, target[:, None]).squeeze(1), penalties.entropy(logits)
+    return logits.log_softmax(-1).gather(1, target[:, None]).squeeze(1), losses.entropy(logits)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS, 1000])

@@ -131,7 +131,7 @@ def test_a_dead_owners_directory_is_left_over_and_a_living_ones_is_not(tmp_path:
         (tmp_path / f"asyncrl-{name}" / "ray" / "log").write_bytes(bytes(1000))
     descriptor = os.open(tmp_path / "asyncrl-alive" / ".owner", os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    left = gather.find(tmp_path)
+    left = gather.leftovers(tmp_path)
     os.close(descriptor)
     assert left.directories == (str(tmp_path / "asyncrl-dead"),)
     assert left.bytes == 1000
@@ -146,7 +146,7 @@ def test_a_ray_whose_driver_is_dead_is_found_by_its_directory(tmp_path: Path) ->
     process = subprocess.Popen(words)
     try:
         deadline = time.monotonic() + 10
-        while not (found := gather.find(tmp_path).processes) and time.monotonic() < deadline:
+        while not (found := gather.leftovers(tmp_path).processes) and time.monotonic() < deadline:
             time.sleep(0.01)  # the kernel shows its arguments a moment after it began
         assert found == (process.pid,)
     finally:
@@ -155,7 +155,9 @@ def test_a_ray_whose_driver_is_dead_is_found_by_its_directory(tmp_path: Path) ->
 
 
 def test_the_question_to_torch_is_answered_with_and_without_a_gpu() -> None:
-    found = json.loads(subprocess.run([sys.executable, "-c", gather.QUESTION], capture_output=True, check=True).stdout)
+    found = json.loads(
+        subprocess.run([sys.executable, "-c", gather.CUDA_PROBE], capture_output=True, check=True).stdout
+    )
     assert found["works"] == has_gpu()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.drop_reasons import describe
 from asyncrl.errors import ConfigError
 from asyncrl.observe.report.document import SCRIPTS
 from asyncrl.observe.report.samples import zip_round
@@ -39,6 +40,10 @@ def test_every_sampled_token_is_accounted_for(stale: Path) -> None:
     assert answers["trained on"] == summary["samples_trained"]
     assert sum(row["share"] for row in waste["rows"]) == pytest.approx(1)
     assert waste["useful"] == pytest.approx(tokens["trained on"] / (tokens["trained on"] + tokens["dropped: too old"]))
+    meanings = {row["label"]: row["meaning"] for row in waste["rows"]}
+    assert meanings["dropped: too old"] == describe("stale").meaning
+    assert meanings["trained on"] == ""
+    assert ["stale", *describe("stale")[1:]] in waste["reasons"]
 
 
 def test_the_timeline_has_everybody(stale: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.drop_reasons import describe
 from asyncrl.observe.report.document import document
 from asyncrl.observe.report.figures import Found
 from asyncrl.observe.report.headline import Figures, headline
@@ -76,8 +77,8 @@ def test_drops_for_other_reasons_are_told_beside() -> None:
     shares = {"training": 0.8, "generation": 0.05}
     found = headline(Figures(steps=3, loop_seconds=9.0, shares=shares, drops={"timeout": 0.3, "stale": 0.25}))
     assert found.bound == "training"  # the trainer does not wait, so drops cost engines, not time
-    assert found.beside[0] == "30% of the sampled tokens were dropped as timeout."
-    assert found.beside[1] == "25% of the sampled tokens were dropped as stale."
+    assert found.beside[0] == f"30% of the sampled tokens were dropped as timeout: {describe('timeout').meaning}."
+    assert found.beside[1] == f"25% of the sampled tokens were dropped as stale: {describe('stale').meaning}."
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -15,12 +15,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from asyncrl.observe.environment import environment, resident_bytes
+from asyncrl.observe.environment import environment
 from asyncrl.observe.report import curves
 from asyncrl.observe.report.recorded import differences, read
 from asyncrl.observe.report.samples import samples, texts
 from asyncrl.observe.report.time_breakdown import CAUSES, Judged, Running, split
 from asyncrl.observe.report.waste import AGAIN_BY_TURNS
+from asyncrl.system.processes import resident_bytes
 from tests.support.recorded_runs import small_run
 from tests.support.synthetic_runs import Scenario, write_run
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.data.arrow import encode
 from asyncrl.data.reward_parts import to_text
+from asyncrl.drop_reasons import describe
 from asyncrl.errors import ConfigError, CorruptSegmentError
 from asyncrl.observe.query import logs
 from asyncrl.observe.query.queries import READY
@@ -94,6 +95,7 @@ def test_ready_queries_by_hand(tmp_path: Path) -> None:
     assert ask(path, READY["reward_by_step"].sql) == [(0, 4, 0.5, 0.0, 1.0), (1, 2, 0.5, 0.0, 1.0)]
     assert ask(path, READY["groups_without_signal"].sql) == [(0, 2, 1, 0.5), (1, 1, 0, 0.0)]
     assert ask(path, READY["drops_by_reason"].sql) == [("group_incomplete", 1, 1, 4), ("reward_error", 1, 0, 0)]
+    assert ask(path, READY["drop_meanings"].sql) == [("reward_error", 1, *describe("reward_error")[1:])]
     assert ask(path, READY["longest_answers"].sql)[0][:4] == (3, 1, "made/3", 6)
     assert ask(path, READY["stalest_samples"].sql)[0][:5] == (3, 1, "made/3", 1, 1)
     assert ask(path, READY["truncated_by_step"].sql)[0] == (0, 4, 0.25, 0.5, 0.5)
@@ -135,11 +137,12 @@ def test_the_documented_columns_are_the_real_ones(tmp_path: Path) -> None:
 
 
 def test_the_documented_queries_are_the_real_ones() -> None:
-    section = DOCS.read_text().partition("## Ready queries")[2].partition("## ")[0]
-    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)) == {
+    section = DOCS.read_text().partition("## Ready-made queries")[2].partition("\n## ")[0]
+    without_links = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", section)
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", without_links, re.MULTILINE)) == {
         name: ready.says for name, ready in READY.items()
     }
-    assert len(READY) == 11
+    assert len(READY) == 12
 
 
 @pytest.mark.parametrize(

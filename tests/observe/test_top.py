@@ -22,8 +22,8 @@ from asyncrl.observe.query.tables import METRICS, open_run
 from asyncrl.observe.top import Load, Watch
 from pipelines.cli.top import draw, sparkline
 from tests.observe.test_trace import validate, written
-from tests.pipelines.conftest import model as model  # a fixture
 from tests.support import quickstart_runs
+from tests.support.command import asyncrl
 from tests.support.recorded_runs import answer, empty_run, small_run, write_log
 
 
@@ -175,9 +175,8 @@ def test_a_real_run_from_another_process(tmp_path: Path, model: Path) -> None:
     assert (found.state, found.says, found.step) == ("ended", "ended, ok", 6)
     assert {engine.load.version for engine in found.engines.values() if engine.load} == {6}
     assert METRICS.keys() <= set(pq.read_schema(run / "metrics.parquet").names)
-    said = subprocess.run([quickstart_runs.COMMAND, "top", str(run)], capture_output=True, text=True, check=True).stdout
-    assert "step 6/6 (100%)" in said
-    subprocess.run([quickstart_runs.COMMAND, "trace", str(run)], capture_output=True, check=True)
+    assert "step 6/6 (100%)" in asyncrl("top", run).out
+    assert asyncrl("trace", run).code == 0
     events = written(run / "trace.json")["traceEvents"]
     validate(events)
     assert sum(event["ph"] == "f" for event in events) == 6 * 4 * 4

@@ -12,7 +12,8 @@ from asyncrl.config.trackers import problems
 from asyncrl.errors import ConfigError
 from asyncrl.observe.trackers import async_tracker, registry
 from asyncrl.observe.trackers.base import Figures, Session, Tracker, numbers, of_step
-from asyncrl.observe.trackers.registry import Trackers, opener
+from asyncrl.observe.trackers.registry import TRACKERS, Trackers, opener
+from tests.support import needs
 
 
 def _row(step: int) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _session(root: Path, first_step: int = 0) -> Session:
 def _track(name: str, session: Session, steps: range) -> None:
     """As a run does it, up to its end or its death."""
     said: list[str] = []
-    tracked = Trackers({name: opener(name, session)}, said.append)
+    tracked = Trackers({name: opener(TRACKERS[name], session)}, said.append)
     for step in steps:
         tracked.step(_row(step), _row(step - 1) if step else None)
     tracked.evaluation(steps.stop, {"sampled": 0.5, "by_size": {"1-3": 0.75}})
@@ -69,7 +70,7 @@ def test_figures_by_hand() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_events_are_read_back(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason=needs.package("tensorboard"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _twice("tensorboard", tmp_path)
@@ -82,7 +83,7 @@ def test_tensorboard_events_are_read_back(tmp_path: Path) -> None:
 
 
 def test_mlflow_continues_one_run(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="pip install 'asyncrl[mlflow]'")
+    pytest.importorskip("mlflow", reason=needs.package("mlflow"))
     _twice("mlflow", tmp_path)
     from mlflow.tracking import MlflowClient
 
@@ -95,7 +96,7 @@ def test_mlflow_continues_one_run(tmp_path: Path) -> None:
 
 
 def test_trackio_continues_one_run(tmp_path: Path) -> None:
-    pytest.importorskip("trackio", reason="pip install 'asyncrl[trackio]'")
+    pytest.importorskip("trackio", reason=needs.package("trackio"))
     _twice("trackio", tmp_path)
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -111,7 +112,7 @@ def test_wandb_without_a_key_stays_here(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    pytest.importorskip("wandb", reason="pip install 'asyncrl[wandb]'")
+    pytest.importorskip("wandb", reason=needs.package("wandb"))
     _twice("wandb", tmp_path)
     written = list(tmp_path.rglob("offline-run-*/run-*.wandb"))
     assert len(written) == 2

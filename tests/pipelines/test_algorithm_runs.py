@@ -27,7 +27,7 @@ def rows(root: Path) -> list[dict[str, object]]:
     ids=["ppo", "gspo", "reinforce_pp", "own_loss", "own_correction"],
 )
 def test_algorithms_run_and_report(tmp_path: Path, model: Path, overrides: tuple[str, ...]) -> None:
-    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, *overrides))
+    quickstart_runs.run(tmp_path, model, *overrides)
     assert quickstart_runs.summary(tmp_path)["status"] == "ok"
     for row in rows(tmp_path):
         assert not row["skipped"]
@@ -45,9 +45,7 @@ def test_algorithms_run_and_report(tmp_path: Path, model: Path, overrides: tuple
 def test_dynamic_sampling_replaces_groups_without_contrast(tmp_path: Path, model: Path) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text("def reward(prompt, completion, answer):\n    return float(len(completion) % 8 == 0)\n")
-    quickstart_runs.finish(
-        quickstart_runs.start(tmp_path, model, "algorithm=dapo", "steps=2", f"reward.function={judge}:reward")
-    )
+    quickstart_runs.run(tmp_path, model, "algorithm=dapo", "steps=2", f"reward.function={judge}:reward")
     summary = quickstart_runs.summary(tmp_path)
     ledger = summary["ledger"]
     assert ledger["dropped"]["uninformative"] > 0
@@ -60,7 +58,7 @@ def test_dynamic_sampling_replaces_groups_without_contrast(tmp_path: Path, model
 def test_the_controller_moves_the_bound_and_the_cadence_within_the_limit(tmp_path: Path, model: Path) -> None:
     """A band far below any ESS: the controller loosens as far as it may."""
     loose = ("staleness=ess", "staleness.low=0.01", "staleness.high=0.02", "staleness.window=1", "max_staleness=2")
-    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, *loose, "steps=8"))
+    quickstart_runs.run(tmp_path, model, *loose, "steps=8")
     summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["staleness_max"] <= 2

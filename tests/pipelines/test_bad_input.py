@@ -44,7 +44,7 @@ def test_a_bad_reward_is_a_counted_drop(tmp_path: Path, model: Path, function: s
     file = tmp_path / "rewards.py"
     file.write_text(REWARDS)
     settings = (f"reward.function={file}:{function}", "reward.timeout_s=0.2", "evaluation.prompts=0")
-    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, *settings))
+    quickstart_runs.run(tmp_path, model, *settings)
     summary = quickstart_runs.summary(tmp_path)
     ledger = summary["ledger"]
     assert summary["status"] == "ok"

@@ -342,7 +342,7 @@ def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "_run", interrupted)
+    monkeypatch.setattr("pipelines.cli.app._run", interrupted)
     assert main(["run"]) == 130
 
 

@@ -2,40 +2,28 @@
 
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.cli import main
 from tests.pipelines.test_replay import graded
 from tests.support import quickstart_runs
+from tests.support.command import Done, asyncrl
 
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Compare = Callable[..., Said]
+Compare = Callable[..., Done]
 
 
 @pytest.fixture
-def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     """`asyncrl compare` in an empty directory."""
     place = tmp_path / "here"
     place.mkdir()
     monkeypatch.chdir(place)
 
-    def call(*words: str | Path) -> Said:
-        code = main(["compare", *map(str, words)])
-        return Said(code, *capsys.readouterr())
-
-    return call
+    return partial(asyncrl, "compare")
 
 
 def cells(output: str) -> dict[str, list[str]]:
@@ -48,9 +36,8 @@ def cells(output: str) -> dict[str, list[str]]:
 def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
     """A run of three steps, and its replay with another learning rate."""
     root = tmp_path_factory.mktemp("compared")
-    quickstart_runs.finish(quickstart_runs.start(root, model, "steps=3", graded(root)))
-    replayed = [quickstart_runs.COMMAND, "replay", str(root / "run"), "trainer.lr=0.001", "--out", str(root / "fast")]
-    subprocess.run(replayed, check=True, capture_output=True, timeout=60)
+    quickstart_runs.run(root, model, "steps=3", graded(root))
+    assert asyncrl("replay", root / "run", "trainer.lr=0.001", "--out", root / "fast").code == 0
     return root / "run", root / "fast"
 
 

@@ -1,7 +1,6 @@
 """Drafting heads from the command line: learned from a recorded run, exported, and taken by real vLLM."""
 
 import asyncio
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -18,13 +17,14 @@ from asyncrl.drafting.learner import DrafterLearner
 from asyncrl.drafting.reading import read_windows
 from asyncrl.drafting.store import HiddenStates
 from asyncrl.engines.base import Engine
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.config import read_config
 from asyncrl.tasks.chains import Chains
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import GIVEN, Request, Sampling, Segment, Slot, Trajectory
 from tests.support import quickstart_runs
+from tests.support.command import Done, asyncrl
 from tests.support.driving import collect, native, serving
 from tests.support.real_vllm import TINY, needs_vllm
 
@@ -37,45 +37,45 @@ DRAFTERS: dict[str, HeadDrafter] = {
 }
 
 
-def drafter(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([quickstart_runs.COMMAND, "drafter", *words], capture_output=True, text=True, timeout=200)
+def drafter(*words: str) -> Done:
+    return asyncrl("drafter", *words)
 
 
 def test_a_head_is_learned_from_a_recorded_run_and_exported(tmp_path: Path, model: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "head"
-    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, "steps=2", "flow.groups_per_step=8"))
+    quickstart_runs.run(tmp_path, model, "steps=2", "flow.groups_per_step=8")
     refused = drafter("export", str(run), "--out", str(out))
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert f"has no trained drafter: make one with `asyncrl drafter train {run}`" in refused.stderr
+    assert (refused.code, refused.out) == (2, "")
+    assert f"has no trained drafter: make one with `asyncrl drafter train {run}`" in refused.err
 
     done = drafter("train", str(run), "--kind", "eagle", "--steps", "30")
-    assert done.returncode == 0, done.stderr
-    *progress, verdict = done.stdout.splitlines()
+    assert done.code == 0, done.err
+    *progress, verdict = done.out.splitlines()
     assert len(progress) == 10
     assert progress[-1].startswith("update 30/30  loss ")
     before, after = verdict.removeprefix("held-out acceptance length ").split(" with ")[0].split(" -> ")
     assert float(after) > float(before)
 
     done = drafter("export", str(run), "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    assert '"method": "eagle"' in done.stdout
+    assert done.code == 0, done.err
+    assert '"method": "eagle"' in done.out
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
     trained, exported = (load_file(path / "model.safetensors") for path in (run / "drafter", out))
     assert trained.keys() == exported.keys()
     assert all(tensor.equal(exported[name]) for name, tensor in trained.items())
     assert load_head(out, read_config(model)).config.kind == "eagle"
-    assert "exists already and is not empty" in drafter("export", str(run), "--out", str(out)).stderr
+    assert "exists already and is not empty" in drafter("export", str(run), "--out", str(out)).err
 
     for path in (run / "trajectories").iterdir():
         path.unlink()
-    assert "recorded no trajectories to learn from" in drafter("train", str(run)).stderr
+    assert "recorded no trajectories to learn from" in drafter("train", str(run)).err
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for words in (["train", str(tmp_path)], ["export", str(tmp_path), "--out", str(tmp_path / "head")]):
         refused = drafter(*words)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "is not a run directory" in refused.stderr
+        assert (refused.code, refused.out) == (2, "")
+        assert "is not a run directory" in refused.err
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +107,10 @@ async def answer(engine: Engine, model: Path, split: str, count: int, temperatur
     return list(await asyncio.gather(*map(one, range(count))))
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_vllm_accepts_what_an_exported_head_drafts(kind: str, small: Path, tmp_path: Path) -> None:
     drafting, settings = DRAFTERS[kind], DrafterTraining()
     model, config = load_model(small)

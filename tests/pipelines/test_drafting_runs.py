@@ -34,10 +34,11 @@ def judge(tmp_path: Path) -> str:
     return f"reward.function={file}:reward"
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, model: Path, judge: str):
     exact = "rollout.on_update=recompute"  # so that a token of the newest version has nothing of older ones behind it
-    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, f"drafter={kind}", *QUICK, judge, exact))
+    quickstart_runs.run(tmp_path, model, f"drafter={kind}", *QUICK, judge, exact)
     summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["acceptance_length_mean"] >= 1
@@ -64,7 +65,7 @@ def test_a_head_learns_from_what_the_engine_gives(tmp_path: Path, model: Path):
     file = tmp_path / "judge.py"
     file.write_text("def reward(prompt, completion, answer):\n    return 1.0\n")
     source = ("drafter.training.source=rollout", f"reward.function={file}:reward")
-    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, "drafter=eagle3", *QUICK, *source))
+    quickstart_runs.run(tmp_path, model, "drafter=eagle3", *QUICK, *source)
     summary = quickstart_runs.summary(tmp_path)
     assert summary["drafter"]["updates"] > 0
     assert summary["drafter"]["version"] > 0, "no head was ever better than the fresh one"
@@ -89,7 +90,7 @@ def test_ngram_drafts_change_no_answer(tmp_path: Path, model: Path):
     answers: list[dict[object, list[int]]] = []
     for name, drafter in (("plain", ()), ("ngram", ("drafter=ngram", "drafter.adaptive.on=false"))):
         root = tmp_path / name
-        quickstart_runs.finish(quickstart_runs.start(root, model, "max_staleness=0", "steps=2", *drafter))
+        quickstart_runs.run(root, model, "max_staleness=0", "steps=2", *drafter)
         answers.append({t.slot: t.tokens.tolist() for t in read_run(root / "run" / "trajectories")})
     assert answers[0] == answers[1]
     assert quickstart_runs.summary(tmp_path / "ngram")["acceptance_length_mean"] > 1

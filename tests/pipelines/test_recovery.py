@@ -28,6 +28,7 @@ def _kill(role: str, run: Path, number: int) -> None:
     raise AssertionError(f"no {role} to kill at point {number}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_role_is_killed_and_the_run_completes(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch

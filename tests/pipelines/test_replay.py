@@ -1,7 +1,6 @@
 """A recorded run, trained again without engines."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,12 +9,11 @@ from safetensors.torch import load_file
 from asyncrl.models.checkpoint import WEIGHTS, load_model
 from pipelines.compose import from_yaml
 from tests.support import quickstart_runs
+from tests.support.command import Done, asyncrl
 
 
-def replay(run: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [quickstart_runs.COMMAND, "replay", str(run), *words], capture_output=True, text=True, timeout=100
-    )
+def replay(run: Path, *words: str) -> Done:
+    return asyncrl("replay", run, *words)
 
 
 def graded(directory: Path) -> str:
@@ -30,8 +28,8 @@ def test_a_run_that_was_killed_and_resumed_replays_to_the_same_weights(tmp_path:
     quickstart_runs.kill_after_step(process, tmp_path, 2)
     quickstart_runs.resume(tmp_path / "run")
     done = replay(tmp_path / "run", "--out", str(tmp_path / "again"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("identical: 5 steps again")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1].startswith("identical: 5 steps again")
     recorded = load_file(tmp_path / "run" / "checkpoints" / "step-5" / WEIGHTS)
     again = load_file(tmp_path / "again" / "model" / WEIGHTS)
     start = load_file(model / WEIGHTS)
@@ -40,8 +38,8 @@ def test_a_run_that_was_killed_and_resumed_replays_to_the_same_weights(tmp_path:
     load_model(tmp_path / "again" / "model")
 
     other = replay(tmp_path / "run", "correction=none", "trainer.lr=1e-3")
-    assert other.returncode == 0, other.stderr
-    assert other.stdout.splitlines()[-1].startswith("different: 5 steps again")
+    assert other.code == 0, other.err
+    assert other.out.splitlines()[-1].startswith("different: 5 steps again")
 
     for words, said in {
         "engine=fake": "engine=fake cannot be changed here; algorithm, correction, trainer can",
@@ -49,19 +47,17 @@ def test_a_run_that_was_killed_and_resumed_replays_to_the_same_weights(tmp_path:
         "trainer.lr=-1": "trainer.lr=-1",
     }.items():
         refused = replay(tmp_path / "run", words)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert said in refused.stderr
+        assert (refused.code, refused.out) == (2, "")
+        assert said in refused.err
 
 
 def test_the_directory_of_a_replay_says_what_that_of_its_run_says(tmp_path: Path, model: Path) -> None:
     """What both have is the same to the last bit, held-out answers included."""
     run, again = tmp_path / "run", tmp_path / "again"
-    quickstart_runs.finish(
-        quickstart_runs.start(tmp_path, model, "steps=3", "evaluation.right_from=9", graded(tmp_path))
-    )
+    quickstart_runs.run(tmp_path, model, "steps=3", "evaluation.right_from=9", graded(tmp_path))
     again.mkdir()  # an empty directory is as good as none
     done = replay(run, "--evaluate", "--out", str(again))
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert from_yaml(again / "config.yaml") == from_yaml(run / "config.yaml")
     recorded, replayed = (pq.read_table(path / "metrics.parquet") for path in (run, again))
     assert {"step", "reward", "loss", "grad_norm", "skipped", "ess", "staleness_max"} <= set(replayed.column_names)
@@ -78,9 +74,9 @@ def test_the_directory_of_a_replay_says_what_that_of_its_run_says(tmp_path: Path
     assert 0 < summary["eval_last"] < 1, "which could not be said of a judge that is always or never content"
 
     refused = replay(run, "--out", str(again))
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert f"--out {again} exists already and is not empty" in refused.stderr
+    assert (refused.code, refused.out) == (2, "")
+    assert f"--out {again} exists already and is not empty" in refused.err
 
 
 def test_what_is_no_run_or_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    assert "is not a run directory" in replay(tmp_path).stderr
+    assert "is not a run directory" in replay(tmp_path).err

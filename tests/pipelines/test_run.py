@@ -37,9 +37,7 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     ("staleness", "on_update"), [(0, "keep"), (2, "keep"), (2, "recompute")], ids=["sync", "keep", "recompute"]
 )
 def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, model: Path, staleness: int, on_update: str):
-    quickstart_runs.finish(
-        quickstart_runs.start(tmp_path, model, f"max_staleness={staleness}", f"rollout.on_update={on_update}")
-    )
+    quickstart_runs.run(tmp_path, model, f"max_staleness={staleness}", f"rollout.on_update={on_update}")
     summary = quickstart_runs.summary(tmp_path)
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["status"] == "ok"
@@ -57,7 +55,7 @@ def test_a_run_is_complete_and_its_books_balance(tmp_path: Path, model: Path, st
 
 
 def test_engines_prove_that_they_hold_what_is_trained_before_anything_is_generated(tmp_path: Path, model: Path):
-    quickstart_runs.finish(quickstart_runs.start(tmp_path, model, "steps=1"))
+    quickstart_runs.run(tmp_path, model, "steps=1")
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     first = next(event for event in events if event["kind"] == "publish")
     assert first["version"] == 0
@@ -66,9 +64,7 @@ def test_engines_prove_that_they_hold_what_is_trained_before_anything_is_generat
 
 def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path, model: Path):
     """Answers run on across weight updates; their tokens, log-probabilities and versions stay in step."""
-    quickstart_runs.finish(
-        quickstart_runs.start(tmp_path, model, "max_staleness=2", "steps=6", "flow.groups_per_step=2")
-    )
+    quickstart_runs.run(tmp_path, model, "max_staleness=2", "steps=6", "flow.groups_per_step=2")
     trajectories = list(read_run(tmp_path / "run" / "trajectories"))
     assert max(Counter(t.slot for t in trajectories).values()) == 1
     spans = 0

@@ -21,6 +21,7 @@ from asyncrl.config.task import ChainsTask
 from asyncrl.data.arrow import decode
 from asyncrl.engines.native.cpu import fp8
 from asyncrl.errors import WeightSyncError
+from asyncrl.fleet.state import FleetState
 from asyncrl.training.warm_start import make_model
 from asyncrl.types import Fp8Version, Prompt, SendOrder, Trajectory, WeightManifest
 from tests.precision.test_engine import StaleScales
@@ -45,7 +46,7 @@ class Trainer(TrainerActor):
         self._learner.version += 1
 
     def fall_back(self) -> None:
-        self._watch.fell_back = True
+        self._guardrails.fell_back = True
 
     async def export_weights(self, order: SendOrder) -> WeightManifest:
         manifest = await super().export_weights(order)
@@ -58,7 +59,7 @@ class Scene:
         self.reward = RewardActor(run.reward)
         self.trainer = Trainer(run, model, directory / "checkpoints", self.buffer)
         self.rollout = RolloutActor(run, model, "rollout-0", self.buffer, self.reward)
-        self.publisher = Publisher(self.trainer, {"rollout-0": self.rollout}, deadline_s=60, export_s=60)
+        self.publisher = Publisher(self.trainer, FleetState({"rollout-0": self.rollout}), deadline_s=60, export_s=60)
 
     async def answer(self) -> list[Trajectory]:
         """One whole step of answers, from the buffer as the trainer gets them."""

@@ -2,16 +2,15 @@
 
 import pytest
 
-from asyncrl.errors import SandboxError
 from asyncrl.sandbox.sandbox import Sandbox
+from tests.support import needs
 
 
 @pytest.fixture(scope="session")
 def sandbox() -> Sandbox:
-    try:
-        return Sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
+    if why := needs.bubblewrap():
+        pytest.skip(why)
+    return Sandbox()
 
 
 @pytest.fixture(scope="session")

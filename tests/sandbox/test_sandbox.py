@@ -156,7 +156,7 @@ print(*(output.data.decode() for output in Sandbox().run(program, [Input()], Lim
 def test_users_who_are_not_root_are_contained_and_counted_as_well(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The suite often runs as root; then another user is tried, with an interpreter that others may read."""
     if os.geteuid() != 0 or shutil.which(SYSTEM_PYTHON) is None:
-        pytest.skip(f"needs root and {SYSTEM_PYTHON}")
+        pytest.skip(f"needs root and {SYSTEM_PYTHON}: a system where that is Python")
     import msgspec
 
     paths = [Path(__file__).parents[2], Path(msgspec.__file__).parents[1]]
@@ -166,5 +166,5 @@ def test_users_who_are_not_root_are_contained_and_counted_as_well(tmp_path_facto
         command, env=environment, user=OTHER_USER, group=OTHER_USER, extra_groups=[], cwd="/", capture_output=True
     )
     if b"No module named" in probe.stderr:
-        pytest.skip("this checkout is closed to other users")
+        pytest.skip("needs a checkout that other users may read: chmod a+rX")
     assert probe.stdout.split() == [b"12345", b"65534", b"7"], probe.stderr

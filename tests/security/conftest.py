@@ -15,6 +15,7 @@ import pytest
 from asyncrl.config import WarmStart
 from asyncrl.config.task import ChainsTask
 from asyncrl.training.warm_start import make_model
+from tests.support import needs
 
 REPOSITORY = Path(__file__).parents[2]
 NAMESPACES = ["unshare", *(["--user", "--map-root-user"] if os.geteuid() else []), "--pid", "--net", "--fork"]
@@ -25,7 +26,7 @@ def doors() -> Iterator[dict[str, Any]]:
     """The facts that `inside.py` found."""
     probe = [*NAMESPACES, "--mount-proc", "/sbin/ip", "link", "set", "lo", "up"]
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True, check=False).returncode:
-        pytest.skip("this machine gives no namespaces to look at a run in (unshare --pid --net)")
+        pytest.skip(needs.NAMESPACES)
     directory = Path(tempfile.mkdtemp(prefix="doors-"))  # short: Ray's sockets lie below it
     try:
         model = make_model(WarmStart(steps=1, hidden_size=32, layers=1), ChainsTask(), 0, directory / "model")

@@ -19,7 +19,7 @@ from asyncrl.buffer.payloads import SCHEMA_HASH
 from asyncrl.buffer.reader import read_run
 from asyncrl.config import load
 from asyncrl.config.engine import VllmEngine
-from asyncrl.data.tables import read_table
+from asyncrl.data.untrusted import read_table
 from asyncrl.engines.vllm import environment
 from pipelines.compose import compose, from_yaml
 

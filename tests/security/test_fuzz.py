@@ -19,8 +19,8 @@ from asyncrl.buffer.log import FRAME, Header, new_digest, pack_footer, pack_head
 from asyncrl.buffer.reader import read_deliveries, read_run, verify
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Buffer
-from asyncrl.data import arrow, tables
-from asyncrl.data.tables import read_table
+from asyncrl.data import arrow, untrusted
+from asyncrl.data.untrusted import read_table
 from asyncrl.drafting import windows
 from asyncrl.errors import AsyncRLError
 from asyncrl.types import Segment, Slot, Trajectory
@@ -192,6 +192,6 @@ def test_s9_figures_that_unpack_to_much_more(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "metrics.parquet"
     pq.write_table(pa.table({"step": pa.array([0] * 1_000_000)}), path)
     assert path.stat().st_size < 1 << 13
-    monkeypatch.setattr(tables, "MAX_BYTES", 1 << 22)
+    monkeypatch.setattr(untrusted, "MAX_BYTES", 1 << 22)
     with pytest.raises(AsyncRLError, match="would take 8"):
         read_table(path)

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.engine import VllmEngine
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from tests.security.inside import is_loopback, listeners
 from tests.support.real_vllm import needs_vllm
 from tests.support.tiny_model import tiny_checkpoint

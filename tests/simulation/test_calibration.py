@@ -67,7 +67,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ("steps=8", "max_staleness=1", "flow.groups_per_take=2", "evaluation.prompts=0", "checkpoint.every=0")
     fake = ("engine=fake", "engine.vocabulary=8", "engine.step_seconds=0.005", "rollout.max_tokens=60")
     coin = (f"reward.function={COIN}:reward", "sentinel.max_kl=0")
-    quickstart_runs.finish(quickstart_runs.start(root, model, *settings, *fake, *coin))
+    quickstart_runs.run(root, model, *settings, *fake, *coin)
     return root / "run"
 
 

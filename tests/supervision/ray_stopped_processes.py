@@ -67,7 +67,7 @@ def _memory(pid: int) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("pause_s", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pause_s", [5, 60])
 def test_a_trainer_that_pauses_costs_nothing(pause_s: int, tmp_path: Path, model: Path, ray: Spawner) -> None:
     """Shorter than the limit: nobody drops anything, nobody's memory grows past its budget, and the run goes on."""
 

@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl import errors
 from asyncrl.errors import AsyncRLError, StallError
+from tests.support.command import asyncrl
 
 COMMAND = str(Path(sys.executable).with_name("asyncrl"))
 DOCS = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -137,10 +138,9 @@ def test_an_interrupted_run_that_will_not_end_is_ended(tmp_path: Path, model: Pa
 def test_prompts_that_are_none_are_said_to_be_none(tmp_path: Path, model: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n\n")
     own = ("task=jsonl", f"task.path={tmp_path}/prompts.jsonl", "cluster=inprocess")
-    process = _start(tmp_path, model, *own)
-    _, error = process.communicate(timeout=100)
-    assert process.returncode == 2
-    assert "prompts.jsonl holds no prompt; write one JSON object with `prompt` per line" in error
+    done = asyncrl("run", *SMALL, f"model.path={model}", f"root={tmp_path}", *own)
+    assert done.code == 2
+    assert "prompts.jsonl holds no prompt; write one JSON object with `prompt` per line" in done.err
 
 
 def test_the_documented_codes_are_those_of_the_errors() -> None:

@@ -117,6 +117,7 @@ CASES = {
             MISSING, rollout("generate"), calls=(GENERATE, TAKE), idle_s=300.0, dropped={"reward_error": 9, "late": 3}
         ),
         "trainer waits for its next groups: 12 samples were dropped since the last progress (9 reward_error, 3 late), "
+        "reward_error means that the reward function raised an exception, could not be imported, or its process died, "
         "so look at the reward function my.py:f",
         "reward",
     ),
@@ -138,13 +139,13 @@ CASES = {
     ),
     "the trainer is stopped, and the buffer full": (
         snapshot(
-            buffer(complete=8, refusal="memory: 90 of 100 bytes are held or promised, a group needs 20"),
+            buffer(complete=8, refusal="memory: 90 of 100 bytes are held or reserved, a group needs 20"),
             ActorView(name="trainer", health="stopped", silent_s=64, said=said()),
             calls=(ADMIT, ACCUMULATE),
         ),
         "the run waits for the trainer to do a forward and backward: it is stopped (SIGSTOP) and has not answered for "
         "64 s, last event 66 s ago: x, meanwhile 8 complete groups wait in the buffer and no new one is admitted "
-        "(memory: 90 of 100 bytes are held or promised, a group needs 20)",
+        "(memory: 90 of 100 bytes are held or reserved, a group needs 20)",
         "trainer",
     ),
     "the trainer computes for ever": (

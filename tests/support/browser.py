@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium is installed, so pages are not opened: apt-get install chromium"
-)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 
 
 @pytest.fixture(scope="module")

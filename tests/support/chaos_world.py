@@ -1,8 +1,8 @@
 """A whole run in one thread: engines, buffer, trainer and publisher, with everything between them on a bad network.
 
-The buffer is the real one, on real files; the publication rules are the real ones. Engines, trainer and driver are
-models of what the actors do. `restart` is what `asyncrl resume` does after a crash. After every event the promises
-are checked; the directory that is left is checked by the same audit as a user's run.
+The buffer is the real one, on real files; so are the fleet's state and the rules of a publication. Engines, trainer
+and driver are models of what the actors do. `restart` is what `asyncrl resume` does after a crash. After every event
+the promises are checked; the directory that is left is checked by the same audit as a user's run.
 """
 
 import os
@@ -13,9 +13,10 @@ from typing import Any
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.data.arrow import encode
 from asyncrl.errors import CorruptSegmentError
+from asyncrl.fleet.state import FleetState
 from asyncrl.observe.audit.audit import audit
 from asyncrl.training.checkpoint import TrainingManifest, ranges
-from asyncrl.types import Delivery, Receipt, Segment, Slot, Ticket, Trajectory
+from asyncrl.types import Delivery, Receipt, Segment, Slot, Ticket, Trajectory, WeightManifest
 from asyncrl.weights.epochs import Action, Deliver, Epochs, GiveUp, Send
 from tests.support.buffer_stores import open_buffer
 from tests.support.chaos_network import Network
@@ -58,7 +59,8 @@ class World:
         self.buffer = self._open()
         self.fresh = False
         self.engines = {f"rollout-{i}": Engine() for i in range(self.rng.randint(1, 3))}
-        self.epochs = Epochs(tuple(self.engines), 5.0, 2.0, required=1, export_s=10.0)
+        self.fleet = FleetState(self.engines, max_restarts=1_000_000)
+        self.epochs = Epochs(self.fleet, 5.0, 2.0, required=1, export_s=10.0)
         self.step = self.saved.step
         self.trained = [group for first, last in self.saved.consumed for group in range(first, last + 1)]
         self.held: list[int] = []
@@ -126,8 +128,11 @@ class World:
         return tickets
 
     def _share(self, tickets: list[Ticket]) -> None:
+        if not self.fleet.serving:
+            self._later(1.0, self._share, tickets)
+            return
         for ticket in tickets:
-            engine = self.engines[self.rng.choice(self.epochs.members)]
+            engine = self.engines[self.rng.choice(self.fleet.serving)]
             self.net.send(partial(self._generate, self.life, engine, ticket))
 
     def _generate(self, life: int, engine: Engine, ticket: Ticket) -> None:
@@ -197,6 +202,8 @@ class World:
 
     def _publish(self) -> None:
         if self.epochs.state == "idle":
+            for name in self.fleet.reachable:
+                self.fleet.include(name)
             self._act(self.epochs.begin(self.net.now))
 
     def _act(self, actions: list[Action]) -> None:
@@ -208,7 +215,7 @@ class World:
                     served = {self.engines[name].version for name in self.epochs.members}
                     assert served == {version}, f"version {version} counts, but engines serve {served}"
                     self._call(partial(self.buffer.advance, version), _ignore)
-                    if version < self.step:
+                    if version < self.step or self.fleet.in_state("stale"):
                         self._later(0.1, self._publish)
                 case GiveUp():
                     raise Restart("the publisher gave up")
@@ -217,7 +224,8 @@ class World:
 
     def _export(self, epoch: int, members: tuple[str, ...]) -> None:
         version = self.step
-        self._act(self.epochs.sent(epoch, version, self.net.now))
+        manifest = WeightManifest(version=version, tensors=(), total_bytes=0, digest="", location="")
+        self._act(self.epochs.sent(epoch, manifest, self.net.now))
         for name in members:
             self._call(partial(self._load, name, version), partial(self._loaded, name, epoch))
 
@@ -232,14 +240,14 @@ class World:
         """Made anew at once, without weights: what it was asked is forgotten."""
         name = self.rng.choice(list(self.engines))
         self.engines[name] = Engine()
+        self.fleet.died(name)
+        self.fleet.restarted(name)
         self._act(self.epochs.lost(name, self.epochs.epoch, "it died", self.net.now))
         self._later(1.0, self._publish)
 
     # -- one schedule --------------------------------------------------------------------------------------------
 
     def event(self) -> None:
-        if not self.epochs.members:
-            raise Restart("no engine is left")
         dice = self.rng.random() if self.net.hostile else 1.0
         if dice < self.trouble:
             raise Restart("the buffer was killed")
@@ -269,6 +277,10 @@ class World:
         assert ledger.balanced, ledger
         assert self.buffer.status().bytes <= MAX_BYTES
         assert len(set(self.trained)) == len(self.trained)
+        for name in self.fleet.serving if self.fleet.manifest is not None else ():
+            held, claimed = self.engines[name].version, self.fleet.version_of(name)
+            assert held is not None and claimed is not None  # noqa: PT018
+            assert held >= claimed >= self.fleet.published_version, f"{name} serves, but holds {held}, not {claimed}"
 
 
 def _ignore(_: object) -> None: ...

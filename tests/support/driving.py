@@ -105,6 +105,8 @@ class Driver:
         self.redrafts = redrafts
         """Whether sampled tokens, though not their distribution, depend on where drafting has begun anew."""
         self.run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
+        self.batch_sizes = (1, 5, 64)
+        """That an engine can be given."""
 
     def engine(self, **settings: Any) -> AbstractAsyncContextManager[Engine]:
         """A serving engine; it may have served others before, so counters and versions are compared, not known."""

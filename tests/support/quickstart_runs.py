@@ -1,4 +1,4 @@
-"""Small real runs of the quickstart task, as subprocesses, the way a user starts them."""
+"""Small real runs of the quickstart task: in this process, or in one of their own where they are killed or watched."""
 
 import json
 import os
@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.support.command import asyncrl
 
 COMMAND = str(Path(sys.executable).with_name("asyncrl"))
 SMALL = (
@@ -29,6 +31,21 @@ def command(root: Path, model: Path, *overrides: str) -> list[str]:
     return [COMMAND, "run", *SMALL, f"model.path={model}", f"root={root}", "name=run", *overrides]
 
 
+def run(root: Path, model: Path, *overrides: str) -> str:
+    """To its end; what it printed."""
+    return _succeeded(*command(root, model, *overrides)[1:])
+
+
+def resume(directory: Path) -> str:
+    return _succeeded("resume", str(directory))
+
+
+def _succeeded(*words: str) -> str:
+    done = asyncrl(*words)
+    assert done.code == 0, done.out + done.err
+    return done.out + done.err
+
+
 def start(root: Path, model: Path, *overrides: str) -> "subprocess.Popen[str]":
     return _start(command(root, model, *overrides))
 
@@ -47,10 +64,6 @@ def finish(process: "subprocess.Popen[str]", *, timeout: float = 100) -> str:
 
 def start_resume(directory: Path) -> "subprocess.Popen[str]":
     return _start([COMMAND, "resume", str(directory)])
-
-
-def resume(directory: Path) -> str:
-    return finish(start_resume(directory))
 
 
 def summary(root: Path) -> dict[str, Any]:

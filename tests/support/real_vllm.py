@@ -11,14 +11,14 @@ import pytest
 from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.engine import VllmEngine
 from asyncrl.engines.base import Engine
-from asyncrl.engines.registry import build_vllm
+from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.system import minimum_versions
+from tests.support import needs
 from tests.support.driving import Driver, T
 
 TINY = VllmEngine(max_batch=64, max_length=512, eager=True, memory=0.05, gpu_cache_gib=1)
 needs_vllm = pytest.mark.skipif(
-    minimum_versions.problem(minimum_versions.installed()) is not None,
-    reason=str(minimum_versions.problem(minimum_versions.installed())),
+    minimum_versions.vllm_problem(minimum_versions.vllm_installed()) is not None, reason=needs.VLLM
 )
 
 
@@ -34,6 +34,7 @@ class SharedVllm(Driver):
         self._runner = asyncio.Runner()
         self._shared: Engine | None = None
         self.run = self._run
+        self.batch_sizes = (TINY.max_batch,)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(coroutine)

@@ -33,8 +33,8 @@ class Telling(Watchdog):
         self.progress("the test")
 
     async def pid(self, name: str) -> int:
-        await until(lambda: name in self._observer._said)
-        return self._observer._said[name].pid
+        await until(lambda: name in self._observer._reports)
+        return self._observer._reports[name].pid
 
     async def next(self) -> Explanation:
         """The explanation of what the test has just done; one that was under way before is passed over."""
@@ -76,7 +76,7 @@ Scenario = Callable[[Telling, Recorder], Awaitable[None]]
 def play(run: Run, model: Path, spawner: Spawner, scenario: Scenario) -> None:
     """Run the pipeline until the scenario is over; an error of either is raised."""
     directory = RunDirectory.create(Path(run.root) / run.name)
-    run = train.prepare(run, directory, model)
+    run = train.prepare_head(run, directory, model)
     with ExitStack() as after, Progress(run) as progress:
         after.callback(spawner.clear)
         recorder = Recorder(run, directory, progress, first_step=0)

@@ -16,8 +16,7 @@ import torch
 from asyncrl.errors import ActorError, WeightSyncError
 from asyncrl.types import WeightAck, WeightManifest
 from asyncrl.weights.flat import word_sums
-from asyncrl.weights.transports.nccl import addressed_to
-from asyncrl.weights.transports.registry import digest_published, published
+from asyncrl.weights.transports.registry import addressed_to, digest_published, published
 
 READY = b"ready\n"
 
@@ -96,7 +95,7 @@ class Held:
 
 def _die_in_mid_broadcast() -> None:
     """The first part is on its way, the others never come."""
-    from asyncrl.weights.transports.cupy_nccl import CupyLink
+    from asyncrl.weights.transports.nccl import CupyLink
 
     broadcast = CupyLink.broadcast
 

@@ -11,7 +11,8 @@ import torch
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.transports.mirror import Mirror, MirrorWriter
-from asyncrl.weights.transports.nccl import Link, NcclCarrier, NcclReceiver, Rendezvous, addressed_to
+from asyncrl.weights.transports.nccl import Link, NcclCarrier, NcclReceiver, Rendezvous
+from asyncrl.weights.transports.registry import addressed_to
 
 CPU = torch.device("cpu")
 PATIENCE = 20.0

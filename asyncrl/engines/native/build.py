@@ -5,14 +5,14 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.drafter import DrafterSettings, from_rollouts
+from asyncrl.config.drafter import DrafterSettings
 from asyncrl.config.engine import NativeEngine as Settings
-from asyncrl.config.precision import Fp8, carrier, numerics
+from asyncrl.config.precision import Fp8, numerics
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.hidden_capture import RolloutTap
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.cpu.engine import NativeEngine
-from asyncrl.engines.native.speculation.source import build_chooser, has_trees
+from asyncrl.engines.native.speculation.source import build_chooser
 from asyncrl.errors import EngineError
 
 
@@ -28,9 +28,9 @@ def build_native(
     learned: Sequence[Range] = (),
 ) -> Engine:
     found = numerics(precision, fp8 or Fp8())
-    dtype = torch.bfloat16 if carrier(precision, settings) == "bf16" else torch.float32
+    dtype = torch.bfloat16 if settings.carrier(precision) == "bf16" else torch.float32
     chooser = build_chooser(drafter, learned)
-    if not on_gpu(settings, drafter):
+    if not settings.on_gpu(drafter, torch.cuda.is_available()):
         torch.set_num_threads(settings.threads)
         return NativeEngine(
             model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser, tap=tap
@@ -43,15 +43,3 @@ def build_native(
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
     return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser)
-
-
-def on_gpu(settings: Settings, drafter: DrafterSettings) -> bool:
-    """Trees of drafts, and hidden states for a drafter's training, need the CPU: `auto` goes there with them."""
-    if settings.device == "cpu":
-        return False
-    found = torch.cuda.is_available()
-    if settings.device == "auto":
-        return found and not has_trees(drafter) and not from_rollouts(drafter)
-    if not found:
-        raise EngineError("engine.device=cuda, but torch finds no GPU; use engine.device=cpu or auto")
-    return True

@@ -1,6 +1,16 @@
-"""Drafts that wait for the next step, as columns of arrays that move with the rows.
+"""Speculation on the host: drafts that wait for the next step, and what becomes of them there.
 
-Axis suffixes: N rows, C drafted tokens of a row, W columns of a step (the row's own token and C), V vocabulary.
+A row's columns are its own last token and then its drafted ones, each behind its parent. The target's distribution p
+at a column decides the token that follows it.
+
+- A draft that was *drawn* from a distribution q is accepted with probability min(1, p/q). A rejected one is replaced
+  by a draw from (p - q)+, and one token more is drawn from p where all are accepted. Each token is then distributed
+  as p, whatever q is.
+- Any other draft is a guess: the token is drawn from p as plain decoding draws it, with the same random number, and
+  decoding goes on at the child that happens to be this token. Each token then *is* that of plain decoding.
+
+Log-probabilities are always p's. `verify` is a pure function over the target's logits; `DraftTable` holds the drafts
+until then. Axis suffixes: N rows, W columns of a step, C = W-1 drafted ones, X rows times columns, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -10,20 +20,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.native.sampling import Column, RowSettings, choose, draw
-
-# What becomes of a draft: pure functions over the target's logits.
-#
-# A row's columns are its own last token and then its drafted ones, each behind its parent. The target's distribution p
-# at a column decides the token that follows it.
-#
-# - A draft that was *drawn* from a distribution q is accepted with probability min(1, p/q). A rejected one is replaced
-# by a draw from (p - q)+, and one token more is drawn from p where all are accepted. Each token is then distributed
-# as p, whatever q is.
-# - Any other draft is a guess: the token is drawn from p as plain decoding draws it, with the same random number, and
-# decoding goes on at the child that happens to be this token. Each token then *is* that of plain decoding.
-#
-# Log-probabilities are always p's. Axis suffixes: N rows, W columns, C = W-1 drafted ones, X rows times columns,
-# V vocabulary.
 
 
 class Drafted(NamedTuple):
@@ -125,6 +121,8 @@ def _column(uniform: Column) -> Tensor:
 
 
 class DraftTable:
+    """Drafts of all rows, as columns of arrays that move with the rows."""
+
     def __init__(self, rows: int, nodes: int) -> None:
         self.nodes = nodes
         """Drafted tokens of a row, at most."""

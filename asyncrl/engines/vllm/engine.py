@@ -27,7 +27,7 @@ from asyncrl.config.precision import Fp8
 from asyncrl.drafting.bandit import Range, Report, Speculation
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.vllm.environment import SPECULATION
-from asyncrl.engines.vllm.options import engine_args, is_adaptive, within
+from asyncrl.engines.vllm.options import adaptive_drafter, engine_args, within
 from asyncrl.engines.vllm.requests import VllmRequests
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.precision.kv_scales import LayerScales, settled
@@ -57,9 +57,9 @@ class VllmEngine(VllmRequests):
         super().__init__(within(settings, model_path), name, version)
         self._args = engine_args(model_path, self._settings, drafter, precision, fp8)
         self._speculation: Speculation | None = None
-        if is_adaptive(drafter):
+        if (adaptive := adaptive_drafter(drafter)) is not None:
             folder = tempfile.mkdtemp(prefix="asyncrl-speculation-")
-            self._speculation = Speculation(drafter=drafter, folder=folder)
+            self._speculation = Speculation(drafter=adaptive, folder=folder)
             self._speculation.write("report", Report(learned=learned))
         self._processes: list[BaseProcess] = []
         self._updating = asyncio.Lock()

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 
 from asyncrl.config.engine import VllmEngine
-from asyncrl.config.precision import carrier
 from asyncrl.errors import ConfigError
 
 OWNER = "ASYNCRL_ENGINE_OWNER"
@@ -37,7 +36,7 @@ def prepare(settings: VllmEngine, precision: str = "fp32") -> None:
         "TRITON_F32_DEFAULT": "ieee",
         # The output matrix and what it meets are fp32 with the numbers of bf16 (options.py): TF32 multiplies these
         # exactly, and several times as fast. For numbers that are fp32 throughout it would be wrong.
-        "VLLM_FLOAT32_MATMUL_PRECISION": "high" if carrier(precision, settings) == "bf16" else "highest",
+        "VLLM_FLOAT32_MATMUL_PRECISION": "high" if settings.carrier(precision) == "bf16" else "highest",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
         # By itself vLLM binds its threads to cores that the trainer beside it uses as well.

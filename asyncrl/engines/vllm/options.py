@@ -1,7 +1,7 @@
 """Our settings in vLLM's words."""
 
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import msgspec
 from vllm import SamplingParams
@@ -11,10 +11,9 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from asyncrl.config.drafter import DrafterSettings, Eagle3Drafter, EagleDrafter, NgramDrafter, NoDrafter
+from asyncrl.config.drafter import ActiveDrafter, DrafterSettings
 from asyncrl.config.engine import VllmEngine
-from asyncrl.config.precision import Fp8, carrier, vllm_in
-from asyncrl.drafting.bandit import strategies
+from asyncrl.config.precision import Fp8
 from asyncrl.models.config import read_config
 from asyncrl.precision.layers import PROJECTIONS
 from asyncrl.precision.quantizer import WEIGHT_BLOCK
@@ -49,14 +48,15 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
 def engine_args(
     model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str, fp8: Fp8 | None = None
 ) -> AsyncEngineArgs:
-    settings = vllm_in(settings, precision)
+    settings = settings.in_precision(precision)
+    adaptive = adaptive_drafter(drafter) is not None
     most = settings.max_batch * settings.max_length  # a larger batch is an illegal memory access on a GPU in 0.26
     return AsyncEngineArgs(
         model=str(model),
         trust_remote_code="trust_remote_code" in settings.allow_unsafe,
         skip_tokenizer_init=True,  # tokens in, tokens out
         generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
-        dtype=DTYPES[carrier(precision, settings)],
+        dtype=DTYPES[settings.carrier(precision)],
         **quantization(settings, read_config(model).layers, fp8 or Fp8()),
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_batch,
@@ -72,11 +72,11 @@ def engine_args(
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),
-        scheduler_cls=f"{SCHEDULERS}{'adaptive_scheduler' if is_adaptive(drafter) else 'joining_scheduler'}",
-        worker_cls=f"{WORKERS}{'DraftingWorker' if is_adaptive(drafter) else 'GpuWorker'}" if has_gpu() else "auto",
+        scheduler_cls=f"{SCHEDULERS}{'adaptive_scheduler' if adaptive else 'joining_scheduler'}",
+        worker_cls=f"{WORKERS}{'DraftingWorker' if adaptive else 'GpuWorker'}" if has_gpu() else "auto",
         worker_extension_cls="asyncrl.engines.vllm.worker.WeightReader",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        disable_log_stats=False,  # prompts, preemptions and accepted drafts are counted (counters.py)
+        disable_log_stats=False,  # prompts, preemptions and accepted drafts are counted (requests.py)
     )
 
 
@@ -102,32 +102,32 @@ def quantization(settings: VllmEngine, layers: int, fp8: Fp8) -> dict[str, Any]:
 
 def attention(settings: VllmEngine, drafter: DrafterSettings) -> AttentionBackendEnum | None:
     """None: vLLM chooses. On Hopper it takes FlashAttention 3, which reads an FP8 cache slower than our kernel does."""
-    name, plain = settings.attention, isinstance(drafter, NoDrafter)
+    name, plain = settings.attention, drafter.drafting is None
     if name == "auto" and settings.kv_dtype == "fp8" and plain and current_platform.is_device_capability(HOPPER):
         name = "ASYNCRL"
     return AttentionBackendEnum.__members__.get(ATTENTION.get(name, name))
 
 
-def is_adaptive(drafter: DrafterSettings) -> TypeGuard[NgramDrafter | EagleDrafter | Eagle3Drafter]:
-    """Whether the bandit chooses, instead of a fixed number of tokens or a fixed table."""
-    return not isinstance(drafter, NoDrafter) and drafter.adaptive.on and not drafter.by_batch
+def adaptive_drafter(drafter: DrafterSettings) -> ActiveDrafter | None:
+    """The drafter, if the bandit chooses its tokens, instead of a fixed number or a fixed table."""
+    found = drafter.drafting
+    return found if found is not None and found.adaptive.on and not found.by_batch else None
 
 
 def speculative_config(drafter: DrafterSettings, max_batch: int) -> dict[str, Any] | None:
-    match drafter:
-        case NoDrafter():
-            return None
-        case NgramDrafter():
-            method = {"method": "ngram", "prompt_lookup_min": drafter.min_match, "prompt_lookup_max": drafter.max_match}
-        case EagleDrafter(path=path):
-            method = {"method": "eagle", "model": path}
-        case Eagle3Drafter(path=path):
-            method = {"method": "eagle3", "model": path}
-    tokens, schedule = drafter.tokens, [list(entry) for entry in drafter.by_batch]
-    if is_adaptive(drafter):
+    drafting = drafter.drafting
+    if drafting is None:
+        return None
+    method: dict[str, Any] = {"method": drafting.kind}  # vLLM has the same names
+    if (head := drafting.head) is not None:
+        method |= {"model": head.path}
+    if (ngram := drafting.ngram) is not None:
+        method |= {"prompt_lookup_min": ngram.min_match, "prompt_lookup_max": ngram.max_match}
+    tokens, schedule = drafting.tokens, [list(entry) for entry in drafting.by_batch]
+    if adaptive_drafter(drafter) is not None:
         # A table makes vLLM ask its scheduler, ours, in each step. It has one entry: vLLM takes its CUDA graphs from
         # it, and 0.26 fails to capture those of the head for any number of tokens but the largest.
-        tokens = max(strategy.depth for strategy in strategies(drafter))
+        tokens = max(strategy.depth for strategy in drafting.strategies)
         schedule = [[1, max_batch, tokens]]
     dynamic = {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
     return {**method, "num_speculative_tokens": tokens, **dynamic}

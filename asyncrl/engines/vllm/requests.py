@@ -21,11 +21,11 @@ from asyncrl.engines.vllm.options import sampling_params
 from asyncrl.errors import EngineError
 from asyncrl.types import Finish, Request, Segment
 
-# What vLLM reports about its steps.
+FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 class Counters:
-    """Sums since the start of the engine."""
+    """What vLLM reports about its steps, summed since the start of the engine."""
 
     def __init__(self) -> None:
         self.steps = self.prefilled = self.preempted = self.drafts = self.drafted = 0
@@ -47,9 +47,6 @@ class Counters:
             self.accepted += [0] * missing
             for position, accepted in enumerate(drafting.num_accepted_tokens_per_pos):
                 self.accepted[position] += accepted
-
-
-FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 class _Job(Pending):

@@ -24,7 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from asyncrl.drafting.bandit import Bandit, Report, Speculation, strategies
+from asyncrl.drafting.bandit import Bandit, Report, Speculation
 from asyncrl.engines.vllm.environment import SPECULATION
 
 EXCHANGE_S = 0.5
@@ -38,7 +38,7 @@ class Meter:
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
         self._bandit = Bandit(speculation.drafter, 0, speculation.report().learned)
-        self._by_depth = {strategy.depth: strategy for strategy in strategies(speculation.drafter)}
+        self._by_depth = {strategy.depth: strategy for strategy in speculation.drafter.strategies}
         self._ordered: int | None = None
         self._ended: float | None = None
         self._exchanged = 0.0

@@ -1,6 +1,6 @@
 """Where every slot of a run is, by id: the journal folded once more, apart from the buffer's own ledger.
 
-A group is leased, then delivered whole or dropped for a reason; what is delivered is consumed by the step that takes
+A group is admitted, then delivered whole or dropped for a reason; what is delivered is consumed by the step that takes
 it. `follow` refuses a record that cannot come next, and after each one the sums of the buffer's ledger must be the sums
 of the ids that are kept here.
 """
@@ -22,7 +22,8 @@ from asyncrl.buffer.journal import (
     Renewed,
     Stored,
 )
-from asyncrl.buffer.ledger import INCOMPLETE, Ledger, LedgerRules
+from asyncrl.buffer.ledger import Ledger, LedgerRules
+from asyncrl.drop_reasons import DropReason
 from asyncrl.observe.audit.evidence import DamageError
 from asyncrl.types import LedgerCounts, Slot
 
@@ -36,7 +37,7 @@ class Accounts:
         self.rules = begun
         self.step = 0
         self.version = 0
-        self.leased = 0
+        self.admitted = 0
         self.waiting: set[int] = set()
         self.delivered: dict[int, list[int]] = {}
         """Groups by step, in the order of their delivery."""
@@ -46,7 +47,7 @@ class Accounts:
         self._drops: Counter[str] = Counter()
         self._samples, self._pruned = samples, pruned
         self._late: set[Slot] = set()
-        self._book = Ledger(_rules(begun))
+        self._ledger = Ledger(_rules(begun))
 
     def follow(self, record: Record) -> None:
         """Act on the next record of the journal, or raise DamageError with what is wrong with it."""
@@ -81,7 +82,7 @@ class Accounts:
         buffered = sum(len(self._samples.get(group, ())) for group in self.waiting)
         held = size * len(self.delivered.get(self.step, ()))
         return LedgerCounts(
-            leased=self.leased * size,
+            leased=self.admitted * size,
             in_flight=size * len(self.waiting) - buffered,
             buffered=buffered + held,
             consumed=self.consumed,
@@ -93,11 +94,13 @@ class Accounts:
         return [group for each in range(step) for group in self.delivered.get(each, ())]
 
     def _admit(self, event: Admitted) -> None:
-        if event.group != self.leased:
-            raise DamageError(f"group {event.group} is leased where {self.leased} comes next")
+        if event.group != self.admitted:
+            raise DamageError(f"group {event.group} is admitted where {self.admitted} comes next")
         if event.version > self.version:
-            raise DamageError(f"group {event.group} is leased under version {event.version}; {self.version} is served")
-        self.leased += 1
+            raise DamageError(
+                f"group {event.group} is admitted under version {event.version}; {self.version} is served"
+            )
+        self.admitted += 1
         self.waiting.add(event.group)
 
     def _drop(self, event: Dropped) -> None:
@@ -105,7 +108,7 @@ class Accounts:
         self.waiting.remove(event.group)
         self.dropped[event.group] = event
         for sample in range(self.rules.group_size):
-            self._drops[event.reason if event.sample in (-1, sample) else INCOMPLETE] += 1
+            self._drops[event.reason if event.sample in (-1, sample) else str(DropReason.GROUP_INCOMPLETE)] += 1
         if event.sample >= 0:
             self._late.add(Slot(event.group, event.sample))
 
@@ -141,9 +144,9 @@ class Accounts:
             return
         if group in self.dropped:
             raise DamageError(f"group {group} was dropped before, for {self.dropped[group].reason}")
-        if group < self.leased:
+        if group < self.admitted:
             raise DamageError(f"group {group} was delivered before: it would be trained on twice")
-        raise DamageError(f"group {group} was never leased")
+        raise DamageError(f"group {group} was never admitted")
 
     def _require_trainable(self, group: int) -> None:
         """Whole, and neither too old nor from the future."""
@@ -162,11 +165,11 @@ class Accounts:
 
     def _compare(self, record: Record) -> None:
         """The buffer's own sums, folded from the same records, against the ids kept here."""
-        self._book.apply(record)
+        self._ledger.apply(record)
         if isinstance(record, Admitted):
             for stored in self._samples.get(record.group, {}).values():
-                self._book.apply(stored)
-        ours, theirs = self.ledger(), self._book.counts()
+                self._ledger.apply(stored)
+        ours, theirs = self.ledger(), self._ledger.counts()
         if not ours.balanced or (ours != theirs and not self._pruned):
             raise DamageError(
                 f"the sums are {msgspec.to_builtins(ours)} by id, but {msgspec.to_builtins(theirs)} in the ledger"

@@ -13,7 +13,7 @@ from asyncrl.buffer.journal import Admitted, Begun, Record
 from asyncrl.buffer.replay import Sample
 from asyncrl.data.arrow import Row
 from asyncrl.observe.audit.accounts import Accounts, Samples
-from asyncrl.observe.audit.evidence import DamageError, Place, Tally, pruned_below, read_journal, read_rows
+from asyncrl.observe.audit.evidence import DamageError, Location, Tally, pruned_below, read_journal, read_rows
 from asyncrl.types import GIVEN, LedgerCounts, Slot
 
 NOTHING = LedgerCounts(leased=0, in_flight=0, buffered=0, consumed=0, dropped={})
@@ -57,8 +57,8 @@ def audit(
                 raise DamageError(f"{trajectories} holds no journal, but there are checkpoints")
             return found
         accounts = _accounts(records, trajectories, run_id, found.log)
-        for place, record in records[1:]:
-            _follow(accounts, place, record)
+        for location, record in records[1:]:
+            _follow(accounts, location, record)
             found.ledger, found.steps = accounts.ledger(), accounts.step
         for name, manifest in manifests.items():
             _check_manifest(name, manifest, accounts)
@@ -69,37 +69,37 @@ def audit(
     return found
 
 
-def _accounts(records: list[tuple[Place, Record]], trajectories: Path, run_id: str, tally: Tally) -> Accounts:
-    place, begun = records[0]
+def _accounts(records: list[tuple[Location, Record]], trajectories: Path, run_id: str, tally: Tally) -> Accounts:
+    location, begun = records[0]
     if not isinstance(begun, Begun):
-        raise DamageError(f"{place}: the journal begins with {begun}: its first records are lost")
-    leased = {record.group: record.version for _, record in records if isinstance(record, Admitted)}
+        raise DamageError(f"{location}: the journal begins with {begun}: its first records are lost")
+    admitted = {record.group: record.version for _, record in records if isinstance(record, Admitted)}
     samples: Samples = {}
-    for place, row in read_rows(trajectories, run_id, tally):
-        _check_row(place, row, begun, leased)
+    for location, row in read_rows(trajectories, run_id, tally):
+        _check_row(location, row, begun, admitted)
         of_group = samples.setdefault(row.slot.group, {})
         if row.slot.sample in of_group:
-            raise DamageError(f"{place}: {_name(row.slot)} is stored twice")
+            raise DamageError(f"{location}: {_name(row.slot)} is stored twice")
         sample = Sample(row.slot, b"", row.sampled_tokens, row.oldest_version, row.reward)
-        of_group[row.slot.sample] = sample.stored(leased[row.slot.group])
+        of_group[row.slot.sample] = sample.stored(admitted[row.slot.group])
     if tally.first > (needed := pruned_below(trajectories)):
         raise DamageError(f"trajectories before {tally.first} are gone, but a consumer needs those from {needed} on")
     return Accounts(begun, samples, pruned=tally.first > 0)
 
 
-def _check_row(place: Place, row: Row, begun: Begun, leased: Mapping[int, int]) -> None:
-    if row.slot.group not in leased or row.slot.sample >= begun.group_size:
-        raise DamageError(f"{place}: {_name(row.slot)} is stored, but was never leased")
+def _check_row(location: Location, row: Row, begun: Begun, admitted: Mapping[int, int]) -> None:
+    if row.slot.group not in admitted or row.slot.sample >= begun.group_size:
+        raise DamageError(f"{location}: {_name(row.slot)} is stored, but no ticket was issued for it")
     versions = [version for _, _, version in row.runs if version != GIVEN]
     if versions != sorted(versions):
-        raise DamageError(f"{place}: {_name(row.slot)} goes back in versions: {versions}")
+        raise DamageError(f"{location}: {_name(row.slot)} goes back in versions: {versions}")
 
 
-def _follow(accounts: Accounts, place: Place, record: Record) -> None:
+def _follow(accounts: Accounts, location: Location, record: Record) -> None:
     try:
         accounts.follow(record)
     except DamageError as damage:
-        raise DamageError(f"{place}: {damage}") from None
+        raise DamageError(f"{location}: {damage}") from None
 
 
 def _check_manifest(name: str, manifest: Manifest, accounts: Accounts) -> None:

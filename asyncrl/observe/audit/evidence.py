@@ -1,4 +1,4 @@
-"""What a run's directory says, frame by frame, each with the place where it stands."""
+"""What a run's directory holds, frame by frame, each with its location."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from asyncrl.errors import CorruptSegmentError
 from asyncrl.types import Slot
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a frame begins."""
 
     file: str
@@ -42,25 +42,25 @@ class Tally(msgspec.Struct):
     """Sequence number of the first frame that is still there."""
 
 
-def read_journal(directory: Path, run_id: str, tally: Tally) -> Iterator[tuple[Place, Record]]:
+def read_journal(directory: Path, run_id: str, tally: Tally) -> Iterator[tuple[Location, Record]]:
     """Every decision, in order."""
-    for place, frame in _frames(directory, journal.STEM, journal.SCHEMA_HASH, run_id, tally):
+    for location, frame in _frames(directory, journal.STEM, journal.SCHEMA_HASH, run_id, tally):
         try:
-            yield place, journal.decode(frame.payload)
-        except msgspec.DecodeError as error:
-            raise DamageError(f"{place}: the record cannot be read: {error}") from None
+            yield location, journal.decode(frame.payload)
+        except ValueError as error:
+            raise DamageError(f"{location}: the record cannot be read: {error}") from None
 
 
-def read_rows(directory: Path, run_id: str, tally: Tally) -> Iterator[tuple[Place, Row]]:
+def read_rows(directory: Path, run_id: str, tally: Tally) -> Iterator[tuple[Location, Row]]:
     """Every stored trajectory, in order."""
-    for place, frame in _frames(directory, payloads.STEM, payloads.SCHEMA_HASH, run_id, tally):
+    for location, frame in _frames(directory, payloads.STEM, payloads.SCHEMA_HASH, run_id, tally):
         try:
             row = read_row(frame.payload)
         except ValueError as error:
-            raise DamageError(f"{place}: the trajectory cannot be read: {error}") from None
+            raise DamageError(f"{location}: the trajectory cannot be read: {error}") from None
         if (slot := unpack_slot(frame.slot)) != row.slot:
-            raise DamageError(f"{place}: a frame of {slot} holds the trajectory of {row.slot}")
-        yield place, row
+            raise DamageError(f"{location}: a frame of {slot} holds the trajectory of {row.slot}")
+        yield location, row
 
 
 def stored_slots(directory: Path, run_id: str) -> set[Slot]:
@@ -73,7 +73,7 @@ def pruned_below(directory: Path) -> int:
     return Cursors(directory).lowest()
 
 
-def _frames(directory: Path, stem: str, schema: bytes, run_id: str, tally: Tally) -> Iterator[tuple[Place, Frame]]:
+def _frames(directory: Path, stem: str, schema: bytes, run_id: str, tally: Tally) -> Iterator[tuple[Location, Frame]]:
     """Checks every byte, and that one file follows the other; raises DamageError."""
     paths = segment_paths(directory, stem)
     tally.first = expected = first_sequence(paths[0]) if paths else 0
@@ -87,7 +87,7 @@ def _frames(directory: Path, stem: str, schema: bytes, run_id: str, tally: Tally
         scan = Scan(path, schema=schema, run_id=run_id)
         try:
             for frame in scan:
-                yield Place(path.name, frame.offset), frame
+                yield Location(path.name, frame.offset), frame
         except CorruptSegmentError as error:
             raise DamageError(str(error)) from None
         expected += scan.count

@@ -1,6 +1,6 @@
-"""What an actor is at, for whoever asks while it does not come to answer.
+"""What an actor is doing, for probes that arrive while its event loop is busy or hangs.
 
-Written by the actor's event loop, read by another thread of its process: every read copies in one go.
+Written by the actor's event loop, read by another thread of its process: every read copies atomically.
 """
 
 import os
@@ -22,7 +22,7 @@ LOOKS = 3
 
 
 class Activity:
-    """The open ends of an actor, and the last thing that it finished."""
+    """What an actor has begun and not finished, and the last thing that it finished."""
 
     def __init__(self) -> None:
         self._doing: dict[object, tuple[str, str, float]] = {}
@@ -62,7 +62,7 @@ class RolloutActivity(Activity):
         self._evaluated = 0
 
     async def follow(self, slot: Slot, work: Awaitable[T]) -> T:
-        """Generate a sample; it is known here until that has ended."""
+        """Generate a sample; it is listed here until then."""
         self._at[slot] = "generate", time.monotonic()
         try:
             return await work
@@ -75,7 +75,7 @@ class RolloutActivity(Activity):
             self._at[slot] = stage, time.monotonic()
 
     async def evaluation(self, work: Awaitable[T]) -> T:
-        """Answer a held-out prompt."""
+        """Complete a held-out prompt."""
         answer = await work
         self._evaluated += 1
         return answer
@@ -95,7 +95,7 @@ class RolloutActivity(Activity):
 
 
 def look(actor: Any) -> Situation:
-    """Ask an actor from another thread than its own."""
+    """The probe: reads an actor's situation from another thread than its own."""
     for _ in range(LOOKS):
         with suppress(RuntimeError):  # what it counted was changed meanwhile
             return actor.situation()

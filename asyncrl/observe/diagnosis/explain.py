@@ -1,5 +1,6 @@
 """From a snapshot of the run to one sentence: follow who waits for whom until somebody does not wait, and name them."""
 
+from asyncrl.drop_reasons import DropReason, describe, main_cause
 from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Explanation, SampleAt, Situation, Snapshot
 from asyncrl.types import BufferStatus
 
@@ -8,7 +9,8 @@ TRAINING = {"accumulate": "do a forward and backward", "step": "take a step", "s
 WAITED_FOR = ("evaluate", "take", "export_weights", "load_weights")
 """Further calls that hold up the pipeline, the most telling first."""
 BESIDE = frozenset(("generate", "admit", "offer", "status", "follow", "collect", "load_drafter", "note"))
-"""Calls that are always under way, or that nobody waits for."""
+"""Calls that are always in progress, or that nobody waits for."""
+OF_THE_REWARD = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_INVALID)
 
 
 def explain(snapshot: Snapshot) -> Explanation:
@@ -114,7 +116,9 @@ class _Trail:
         dropped = self._picture.dropped
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items(), key=lambda item: -item[1]))
         self._links.append(f"{sum(dropped.values())} samples were dropped since the last progress ({reasons})")
-        if any(reason.startswith("reward_") for reason in dropped):
+        if cause := main_cause(dropped):
+            self._links.append(f"{cause} means that {describe(cause).meaning}")
+        if any(reason in dropped for reason in OF_THE_REWARD):
             self._links.append(f"so look at the reward function {self._picture.reward_function}")
             self._suspects.append("reward")
 

@@ -1,4 +1,4 @@
-"""What a stall leaves in the run directory: `stall.txt` to read and `stall.json` to ask."""
+"""What a stall leaves in the run directory: `stall.txt` for people and `stall.json` for programs."""
 
 import time
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def render(explanation: Explanation, stacks: Mapping[str, str]) -> str:
 
 
 def write(directory: Path, explanation: Explanation, snapshot: Snapshot, stacks: Mapping[str, str]) -> None:
-    found = {
+    content = {
         "time": time.time(),
         "exit_code": StallError.exit_code,
         **msgspec.to_builtins(explanation),
@@ -28,7 +28,7 @@ def write(directory: Path, explanation: Explanation, snapshot: Snapshot, stacks:
         "snapshot": msgspec.to_builtins(snapshot),
     }
     replace(directory / TEXT, render(explanation, stacks).encode())
-    replace(directory / JSON, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    replace(directory / JSON, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
 
 
 def clear(directory: Path) -> None:

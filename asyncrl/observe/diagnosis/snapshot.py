@@ -1,6 +1,6 @@
-"""Who waits for what, and since when: one moment of a run, as plain data. Ages are seconds: no two clocks are compared.
+"""Who waits for what, and since when: a snapshot of a run, as plain data. Ages are seconds: no two clocks are compared.
 
-`Situation` is what an actor says of itself; `ActorView` what the driver knows of an actor, whether it answers or not;
+`Situation` is what an actor reports; `ActorView` what the driver knows of an actor, whether it answers or not;
 `Snapshot` all of it together, which `explain` turns into a sentence.
 """
 
@@ -12,11 +12,11 @@ from asyncrl.types import BufferStatus
 
 Stage = Literal["generate", "environment", "verdict", "reward", "append"]
 Health = Literal["answers", "busy", "silent", "stopped", "dead"]
-"""`busy`: the process answers, but its event loop takes nothing. `silent`: the process does not answer either."""
+"""`busy`: the process answers, but its event loop takes no calls. `silent`: the process does not answer either."""
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """Something an actor began and has not ended."""
+    """Something an actor began and has not finished."""
 
     what: str
     seconds: float
@@ -34,7 +34,7 @@ class SampleAt(msgspec.Struct, frozen=True):
 
 
 class Judging(msgspec.Struct, frozen=True):
-    """A reward process that owes an answer."""
+    """A reward process that has not returned yet."""
 
     pid: int
     seconds: float
@@ -43,11 +43,11 @@ class Judging(msgspec.Struct, frozen=True):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor says when asked. Cheap, and read by a thread of its own, so it comes while the actor computes."""
+    """What an actor reports to a probe. Cheap, and read by a thread of its own, also while the actor computes."""
 
     pid: int
     place: str
-    """The machine, or what its processes can see of it: two of one place can look at each other in /proc."""
+    """The machine and its PID namespace: processes with the same value can see each other."""
     last_event: str
     last_event_s: float
     doing: tuple[Doing, ...] = ()
@@ -60,12 +60,12 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     steps: int = 0
-    """Of its engine: answers being written, answers in the queue, steps since the start."""
+    """Of its engine: running and queued requests, and steps since the start."""
     buffer: BufferStatus | None = None
     completed: int = 0
     """Groups that were complete at some time and have not been dropped."""
     dropped: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """By reason: of the buffer all so far, of the reward actor those of which the buffer has not been told."""
+    """By reason: of the buffer all so far, of the reward actor those that the buffer does not count."""
     judging: tuple[Judging, ...] = ()
     queued: int = 0
     """Shares of samples that wait for a reward process."""
@@ -87,7 +87,7 @@ class ActorView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the driver that has not come back."""
+    """A call of the driver that has not returned."""
 
     actor: str
     method: str
@@ -105,7 +105,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest first."""
     actors: dict[str, ActorView]
     ended: dict[int, str] = msgspec.field(default_factory=dict[int, str])
-    """Groups whose calls came back, and from whom."""
+    """Groups whose calls returned, and from which engine."""
     dropped: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Samples dropped since the last progress, by reason."""
     driver_blocked: bool = False
@@ -116,7 +116,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Why nothing happens."""
+    """Why the run makes no progress."""
 
     sentence: str
     chain: tuple[str, ...]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
+from packaging.specifiers import SpecifierSet
 
 from asyncrl.observe.doctor.facts import Facts
 from asyncrl.system import minimum_versions
@@ -14,7 +15,7 @@ ELSEWHERE = "asyncrl run root=/a/local/disk"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the doctor's. A warning slows a run or ends some; a problem ends every one."""
+    """One line of the output. A warning slows a run or ends some; a problem ends every one."""
 
     check: str
     level: Level
@@ -65,23 +66,21 @@ def packages(facts: Facts) -> Iterator[Verdict]:
 
 
 def _within(found: str, wanted: str) -> bool:
-    """Our own requirements have `>=` and `<` only."""
-    version = minimum_versions.release(found)
-    for bound in filter(None, wanted.split(",")):
-        limit = minimum_versions.release(bound.lstrip("<>="))
-        if version < limit if bound.startswith(">=") else version >= limit:
-            return False
-    return True
+    """A pre-release counts as its release: 2.62rc1 is not below 2.62."""
+    numbers = minimum_versions.release(found)
+    return bool(numbers) and SpecifierSet(wanted).contains(".".join(map(str, numbers)))
 
 
 def vllm(facts: Facts) -> Iterator[Verdict]:
     if facts.vllm is None and not facts.gpus:
         yield _ok("vllm", "not installed; engine=native does without")
-    elif minimum_versions.problem(facts.vllm) is None:
+    elif minimum_versions.vllm_problem(facts.vllm) is None:
         yield _ok("vllm", f"{facts.vllm}")
     else:
         found = facts.vllm or "not installed"
-        yield _warning("vllm", f"{found}, engine=vllm needs {minimum_versions.RANGE}", "pip install 'asyncrl[vllm]'")
+        yield _warning(
+            "vllm", f"{found}, engine=vllm needs {minimum_versions.VLLM_RANGE}", "pip install 'asyncrl[vllm]'"
+        )
 
 
 def transformers(facts: Facts) -> Iterator[Verdict]:

@@ -1,4 +1,4 @@
-"""What there is to know of a machine before a run, as plain values. `gather` looks; checks.py judges."""
+"""The facts about a machine that matter to a run, as plain values. `gather` collects them, `checks` judges them."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cuda(msgspec.Struct, frozen=True, kw_only=True):
-    """What the installed packages make of the GPUs; asked in a process of its own."""
+    """What the installed packages can do with the GPUs; tried in a process of its own."""
 
     torch: str = ""
     """The CUDA that torch was built for; empty for a build without."""
@@ -31,7 +31,7 @@ class Disk(msgspec.Struct, frozen=True, kw_only=True):
     fsync_s: float | None = 0.001
     """Seconds to make a small file safe; None where the disk refuses."""
     ahead_s: float = 0.0
-    """Of its clock before this machine's: another machine may serve it."""
+    """How far its clock is ahead of this machine's: another machine may serve it."""
 
 
 class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     vllm: str | None = None
     gpu_devices: int = 0
     gpus: tuple[Gpu, ...] = ()
-    """As the driver says; none where it does not answer."""
+    """As the driver reports them; empty if it does not answer."""
     cuda: Cuda | None = None
     mps: bool = False
     memory: int = 64 << 30
@@ -67,7 +67,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     open_files: tuple[int, int] = (65536, 65536)
     """The limit, and how far it can be raised."""
     loopback: bool = True
-    """Whether a port of 127.0.0.1 can be had."""
+    """Whether a port of 127.0.0.1 can be bound."""
     taken_ports: tuple[int, ...] = ()
     """Of those that the head of a Ray cluster uses."""
     bubblewrap: bool = True

@@ -1,6 +1,8 @@
-"""Looks at this machine. Nothing here changes anything, beyond a small file that is written and removed again."""
+"""Collects the facts about this machine that `checks` judges: packages, GPUs, memory, disk, ports, sandbox, leftovers.
 
-import fcntl
+Nothing here changes anything, except for a small file that is written and removed again.
+"""
+
 import os
 import re
 import resource
@@ -16,6 +18,9 @@ from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 
 import msgspec
+import psutil
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import asyncrl
 from asyncrl.errors import SandboxError
@@ -23,13 +28,16 @@ from asyncrl.observe.doctor.facts import Cuda, Disk, Facts, Gpu, Leftovers
 from asyncrl.sandbox.sandbox import Sandbox
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, mps_runs
-from asyncrl.system.scratch_dirs import LOCK
+from asyncrl.system.scratch_dirs import has_owner
 
-# The GPUs, as their driver and as torch and cupy see them.
-
-ANSWER_S = 60.0
-"""For packages of a gigabyte to be imported, perhaps over a network."""
-QUESTION = """
+SHARED_MEMORY = Path("/dev/shm")
+HEAD_PORTS = (6379, 8265, 10001)
+"""Of `ray start --head`: its address, dashboard and client port."""
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+RAYS = re.compile(r"/(gcs_server|raylet) ")
+CUDA_SECONDS = 60.0
+"""Time to import packages of a gigabyte, perhaps over a network."""
+CUDA_PROBE = """
 import json
 found = {}
 try:
@@ -44,86 +52,7 @@ except Exception:
     pass
 print(json.dumps(found))
 """
-"""What fails is left at its default: how far it got says what is missing."""
-
-
-def gpus() -> tuple[Gpu, ...]:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
-    return tuple(Gpu(name=name, driver=driver, memory=int(memory) << 20) for name, driver, memory in rows)
-
-
-def ask() -> Cuda:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", QUESTION], capture_output=True, text=True, timeout=ANSWER_S, check=True
-        )
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Cuda)
-    except (subprocess.SubprocessError, IndexError, msgspec.DecodeError):
-        return Cuda()
-
-
-# What ended runs have left on a machine: a Ray whose driver is dead, and directories with logs. Linux only.
-
-RAYS = re.compile(r"/(gcs_server|raylet) ")
-
-
-def find(home: Path) -> Leftovers:
-    """`home` is where the directories of our own Rays are made."""
-    ended = [path for path in home.glob("asyncrl-*") if path.is_dir() and not _is_held(path / LOCK)]
-    kept = [path for path in ended if (path / "ray").is_dir() and path.stat().st_uid == os.geteuid()]
-    return Leftovers(
-        processes=tuple(pid for pid, words in _rays() if any(f"{path}/" in words for path in ended)),
-        directories=tuple(sorted(map(str, kept))),
-        bytes=sum(map(_size, kept)),
-    )
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether the process that owns a directory is alive."""
-    try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _rays() -> list[tuple[int, str]]:
-    found: list[tuple[int, str]] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended while we looked
-            words = (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            if RAYS.search(words):
-                found.append((int(process.name), words))
-    return found
-
-
-def _size(directory: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
-    return total
-
-
-SHARED_MEMORY = Path("/dev/shm")
-HEAD_PORTS = (6379, 8265, 10001)
-"""Of `ray start --head`: its address, its dashboard, its client door."""
-REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*\])?(.*)")
-PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+"""Stops at the first failure; the fields that are still at their defaults say what is missing."""
 
 
 def gather(root: Path) -> Facts:
@@ -131,14 +60,14 @@ def gather(root: Path) -> Facts:
     devices = gpu_count()
     return Facts(
         python=sys.version_info[:3],
-        packages={_normal(found.name): found.version for found in distributions()},
+        packages={canonicalize_name(found.name): found.version for found in distributions()},
         requirements=dict(_requirements()),
-        vllm=minimum_versions.installed(),
+        vllm=minimum_versions.vllm_installed(),
         gpu_devices=devices,
         gpus=gpus() if devices else (),
-        cuda=ask() if devices else None,
+        cuda=cuda() if devices else None,
         mps=mps_runs(),
-        memory=_memory(),
+        memory=psutil.virtual_memory().available,
         shared_memory=_shared_memory(),
         disk=_disk(root),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -151,7 +80,7 @@ def gather(root: Path) -> Facts:
         root=os.geteuid() == 0,
         now=time.time(),
         newest_file=max(path.stat().st_mtime for path in Path(asyncrl.__file__).parent.glob("*.py")),
-        leftovers=find(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
+        leftovers=leftovers(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
     )
 
 
@@ -161,23 +90,9 @@ def _requirements() -> Iterator[tuple[str, str]]:
         listed = requires("asyncrl") or []
     except PackageNotFoundError:  # a checkout that is not installed
         return
-    for text in listed:
-        if ";" not in text and (found := REQUIREMENT.match(text)):
-            yield _normal(found[1]), found[2]
-
-
-def _normal(name: str) -> str:
-    """As indexes spell it: google_crc32c and google-crc32c are one."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _memory() -> int:
-    """Bytes that can be had without swapping."""
-    info = Path("/proc/meminfo")
-    if not info.exists():  # macOS
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    (line,) = [line for line in info.read_text().splitlines() if line.startswith("MemAvailable")]
-    return int(line.split()[1]) << 10
+    for requirement in map(Requirement, listed):
+        if requirement.marker is None:
+            yield canonicalize_name(requirement.name), str(requirement.specifier)
 
 
 def _shared_memory() -> tuple[int, int] | None:
@@ -226,3 +141,51 @@ def _sandbox() -> str:
     except SandboxError as error:
         return str(error)
     return ""
+
+
+def gpus() -> tuple[Gpu, ...]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[word.strip() for word in line.split(",")] for line in output.splitlines()]
+    return tuple(Gpu(name=name, driver=driver, memory=int(memory) << 20) for name, driver, memory in rows)
+
+
+def cuda() -> Cuda:
+    """What torch and cupy can do, asked in a process of its own: importing them here would be heavy."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", CUDA_PROBE], capture_output=True, text=True, timeout=CUDA_SECONDS, check=True
+        )
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Cuda)
+    except (subprocess.SubprocessError, IndexError, msgspec.DecodeError):
+        return Cuda()
+
+
+def leftovers(home: Path) -> Leftovers:
+    """What ended runs left behind: Ray processes without a driver, and directories with logs. `home` is where the
+    directories of our own Rays are made."""
+    ended = [path for path in home.glob("asyncrl-*") if path.is_dir() and not has_owner(path)]
+    kept = [path for path in ended if (path / "ray").is_dir() and path.stat().st_uid == os.geteuid()]
+    return Leftovers(
+        processes=tuple(pid for pid, words in _rays() if any(f"{path}/" in words for path in ended)),
+        directories=tuple(sorted(map(str, kept))),
+        bytes=sum(map(_size, kept)),
+    )
+
+
+def _rays() -> list[tuple[int, str]]:
+    """Pids and command lines."""
+    listed = [(process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]
+    return [(pid, words) for pid, words in listed if RAYS.search(words)]
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total

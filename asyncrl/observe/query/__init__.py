@@ -1,0 +1,1 @@
+"""A run's files as SQL tables, and the ready queries of `asyncrl query`."""

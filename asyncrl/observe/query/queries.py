@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from asyncrl.drop_reasons import DropReason
+
 
 class Ready(NamedTuple):
     says: str
@@ -34,7 +36,7 @@ READY = {
         """,
     ),
     "groups_without_signal": Ready(
-        "by step, trained groups whose samples all got the same reward, so that they taught nothing",
+        "by step, trained groups whose samples all got the same reward and taught nothing",
         """
         SELECT step, count(*) AS groups, count(*) FILTER (lowest = highest) AS without_signal,
             round(count(*) FILTER (lowest = highest) / count(*), 3) AS share
@@ -45,14 +47,14 @@ READY = {
         """,
     ),
     "longest_answers": Ready(
-        "the 20 answers with most tokens",
+        "the 20 completions with most tokens",
         """
         SELECT group_id, sample, prompt, answer_tokens, round(seconds, 3) AS seconds, reward, finish, fate, step
         FROM trajectories ORDER BY answer_tokens DESC, group_id, sample LIMIT 20
         """,
     ),
     "truncated_by_step": Ready(
-        "by step, the share of answers that were cut at rollout.max_tokens, and their reward beside the others'",
+        "by step, the share of completions truncated at rollout.max_tokens, and their reward beside the others'",
         """
         SELECT step, count(*) AS samples, round(count(*) FILTER (finish = 'length') / count(*), 4) AS cut,
             round(avg(reward) FILTER (finish = 'length'), 4) AS reward_cut,
@@ -72,7 +74,7 @@ READY = {
         """
         WITH lost AS (
             SELECT drop_reason AS reason, if(drop_sample IS NULL, size, 1) AS samples FROM groups WHERE fate = 'dropped'
-            UNION ALL SELECT 'group_incomplete', size - 1 FROM groups WHERE drop_sample IS NOT NULL
+            UNION ALL SELECT '$incomplete', size - 1 FROM groups WHERE drop_sample IS NOT NULL
         ), stored AS (
             SELECT drop_reason AS reason, count(*) AS stored, sum(answer_tokens) AS tokens
             FROM trajectories WHERE fate = 'dropped' GROUP BY ALL
@@ -80,10 +82,19 @@ READY = {
         SELECT reason, sum(samples)::BIGINT AS samples, coalesce(any_value(stored), 0) AS stored,
             coalesce(any_value(tokens), 0)::BIGINT AS tokens
         FROM lost LEFT JOIN stored USING (reason) GROUP BY reason ORDER BY samples DESC, reason
+        """.replace("$incomplete", DropReason.GROUP_INCOMPLETE),
+    ),
+    "drop_meanings": Ready(
+        "groups that were dropped, by the reason that ended them, with what it means and what to do",
+        """
+        SELECT drop_reason AS reason, count(*) AS groups, any_value(meaning) AS meaning, any_value(remedy) AS what_to_do
+        FROM groups LEFT JOIN raw_meanings
+            ON code = split_part(drop_reason, ':', 1)  -- `stage:NAME` has the meaning of `stage`
+        WHERE fate = 'dropped' GROUP BY drop_reason ORDER BY groups DESC, reason
         """,
     ),
     "time_per_engine": Ready(
-        "answers of each engine, how long they took, and its tokens per second between its first and last answer",
+        "completions of each engine, how long they took, and its tokens per second between its first and last one",
         """
         SELECT engine, count(*) AS answers, round(avg(seconds), 3) AS mean_s,
             round(quantile_cont(seconds, 0.95), 3) AS p95_s, round(max(seconds), 3) AS longest_s,
@@ -92,7 +103,7 @@ READY = {
         """,
     ),
     "waits_by_cause": Ready(
-        "what the run's seconds were spent on, as recorded in spans; those of different actors overlap",
+        "how the run's time was spent, as recorded in spans; those of different actors overlap",
         """
         SELECT kind, count(*) AS times, round(sum(seconds), 2) AS total_s, round(avg(seconds), 4) AS mean_s,
             round(max(seconds), 3) AS longest_s,
@@ -101,7 +112,7 @@ READY = {
         """,
     ),
     "throughput_over_time": Ready(
-        "answers per second in each twentieth of the run, and how long they took",
+        "completions per second in each twentieth of the run, and how long they took",
         """
         WITH span AS (SELECT min(finished) AS begun, (max(finished) - min(finished)) / 20 + 1e-9 AS width
             FROM trajectories)

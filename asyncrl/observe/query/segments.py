@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow
 
 from asyncrl.data.arrow import COLUMNS, FLOAT64, INT32, TEXT
-from asyncrl.data.ipc import START
+from asyncrl.data.untrusted import START
 from asyncrl.errors import CorruptSegmentError
 from asyncrl.observe.query.logs import File, Positions, find_frames
 

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow
 
 from asyncrl.buffer import journal, payloads
-from asyncrl.data.tables import read_table
+from asyncrl.data.untrusted import read_table
+from asyncrl.drop_reasons import DESCRIPTIONS, DropReason
 from asyncrl.observe.query.group_outcomes import GroupOutcomes, read_group_outcomes
 from asyncrl.observe.query.logs import open_files
 from asyncrl.observe.query.segments import SCHEMA, as_array, read_trajectories
@@ -66,6 +67,10 @@ SAFE: dict[str, str | bool | int | float | list[str]] = {
 }
 REASONS = "CREATE TABLE raw_reasons AS SELECT unnest(?::VARCHAR[]) AS reason, unnest(range(?)) AS number"
 LINES = "CREATE TABLE raw_lines AS SELECT ? AS lines"
+MEANINGS = """
+CREATE TABLE raw_meanings AS
+    SELECT unnest(?::VARCHAR[]) AS code, unnest(?::VARCHAR[]) AS meaning, unnest(?::VARCHAR[]) AS remedy
+"""
 VIEWS = """
 CREATE VIEW raw_events AS
     SELECT unnest(json_transform(line, '{"time": "DOUBLE", "seconds": "DOUBLE", "kind": "VARCHAR", "step": "BIGINT",
@@ -89,8 +94,8 @@ CREATE VIEW trajectories AS
         nullif(list_max(t.versions), -1) AS newest_version,
         g.fate, g.step,
         g.step - nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS staleness,
-        CASE WHEN g.drop_sample IS NULL OR g.drop_sample = t.sample THEN g.drop_reason ELSE 'group_incomplete' END
-            AS drop_reason,
+        CASE WHEN g.drop_sample IS NULL OR g.drop_sample = t.sample THEN g.drop_reason
+            ELSE '$incomplete' END AS drop_reason,
         t.tokens, t.logprobs, t.versions
     FROM raw_trajectories t LEFT JOIN groups g USING (group_id);
 CREATE MACRO tokens(of_group, of_sample) AS TABLE
@@ -108,7 +113,7 @@ CREATE VIEW evaluations AS
         (fields->'$.scores.by_size')::MAP(VARCHAR, DOUBLE) AS by_size
     FROM events WHERE kind = 'evaluation'
     QUALIFY row_number() OVER (PARTITION BY step ORDER BY time DESC) = 1 ORDER BY step;
-"""
+""".replace("$incomplete", DropReason.GROUP_INCOMPLETE)
 
 
 def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
@@ -129,6 +134,10 @@ def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
     connection.register("raw_trajectories", trajectories)
     connection.register("raw_groups", _groups(outcomes))
     connection.execute(REASONS, [outcomes.reasons, len(outcomes.reasons)])
+    described = DESCRIPTIONS.values()
+    connection.execute(
+        MEANINGS, [list(DESCRIPTIONS), [each.meaning for each in described], [each.remedy for each in described]]
+    )
     connection.execute(VIEWS)
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

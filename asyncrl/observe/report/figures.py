@@ -118,7 +118,7 @@ def outcomes(run: Recorded) -> dict[str, dict[str, Any]]:
     """Sampled tokens and answers by what became of them; those of answers that were never stored from the summary."""
     found: dict[str, dict[str, Any]] = {}
     rows = run.connection.execute(
-        "SELECT coalesce(drop_reason, each, 'buffered') AS name, each = 'dropped' AS dropped, "
+        "SELECT coalesce(drop_reason, fate, 'buffered') AS name, fate = 'dropped' AS dropped, "
         "sum(answer_tokens) AS tokens, count(*) AS answers FROM trajectories GROUP BY ALL"
     ).fetchall()
     for name, dropped, tokens, answers in rows:

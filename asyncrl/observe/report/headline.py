@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from asyncrl.drop_reasons import DropReason, describe
+
 Bound = Literal["generation", "tail", "reward", "training", "sync", "stale", "checkpoint", "other", "nothing"]
 STALE_FROM = 0.2
 """Of the sampled tokens: from here on drops bound a run whose trainer waits for data."""
@@ -82,7 +84,7 @@ def headline(figures: Figures) -> Headline:
 def _bound(figures: Figures) -> Bound:
     shares = figures.shares
     waits = sum(shares.get(cause, 0.0) for cause in ("generation", "tail", "reward"))
-    if figures.drops.get("stale", 0.0) >= STALE_FROM and waits >= WAITS_FROM:
+    if figures.drops.get(DropReason.STALE, 0.0) >= STALE_FROM and waits >= WAITS_FROM:
         return "stale"
     known: tuple[Bound, ...] = ("generation", "tail", "reward", "training", "sync", "checkpoint", "other")
     return max(known, key=lambda bound: shares.get(bound, 0.0))
@@ -166,7 +168,7 @@ def _sync(f: Figures) -> tuple[str, str]:
 
 
 def _stale(f: Figures) -> tuple[str, str]:
-    dropped = f.drops["stale"]
+    dropped = f.drops[DropReason.STALE]
     sentence = (
         f"Stale drops bound this run: {dropped:.0%} of the sampled tokens were dropped because they had become too old "
         f"(max_staleness={f.max_staleness}), while the trainer waited {_waits(f):.0%} of the time for data."
@@ -209,7 +211,7 @@ _WORDS: Mapping[str, Callable[[Figures], tuple[str, str]]] = {
 
 def _beside(f: Figures, bound: Bound) -> list[str]:
     found = [
-        f"{share:.0%} of the sampled tokens were dropped as {reason}."
+        f"{share:.0%} of the sampled tokens were dropped as {reason}: {describe(reason).meaning}."
         for reason, share in sorted(f.drops.items(), key=lambda item: -item[1])
         if share >= TELL_FROM and reason != bound
     ]

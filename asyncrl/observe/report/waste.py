@@ -2,23 +2,11 @@
 
 from typing import Any
 
+from asyncrl.drop_reasons import DropReason, describe
 from asyncrl.observe.report.figures import Found
 
-WORDS = {
-    "trained": "trained on",
-    "training": "in the step being taken",
-    "buffered": "wait in the buffer",
-    "stale": "dropped: too old",
-    "group_incomplete": "dropped: a sibling failed",
-    "timeout": "dropped: not finished in time",
-    "uninformative": "dropped: all rewards of the group equal",
-    "reward_error": "dropped: the reward function failed",
-    "reward_timeout": "dropped: the reward function took too long",
-    "reward_invalid": "dropped: the reward was no number",
-    "engine_error": "dropped: the engine failed",
-    "unverified": "dropped: sampled with weights that were refused",
-}
-ORDER = list(WORDS)
+KEPT = {"trained": "trained on", "training": "in the step being taken", "buffered": "wait in the buffer"}
+ORDER = [*KEPT, *(str(reason) for reason in DropReason)]
 AGAIN_BY_TURNS = """
     SELECT sum(list_sum([place - 1 FOR place IN range(2, len(versions) + 1)
                          IF versions[place] < 0 AND versions[place - 1] >= 0]))
@@ -31,19 +19,21 @@ COLOURS = {"trained": "k-training", "training": "k-sync", "buffered": "k-held"}
 def waste(found: Found) -> dict[str, Any]:
     outcomes = found.outcomes
     total = sum(each["tokens"] for each in outcomes.values())
-    names = sorted(outcomes, key=lambda name: (ORDER.index(name) if name in WORDS else len(ORDER), name))
+    names = sorted(outcomes, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
     rows = [
         {
-            "label": WORDS.get(name, f"dropped: {name.replace('_', ' ')}"),
+            "label": KEPT.get(name) or f"dropped: {describe(name).label}",
             "tokens": outcomes[name]["tokens"],
             "share": outcomes[name]["tokens"] / total if total else 0.0,
             "answers": outcomes[name]["answers"],
             "colour": COLOURS.get(name, "k-dropped"),
             "detail": "",
+            "meaning": "" if name in KEPT else describe(name).meaning,
         }
         for name in names
     ]
-    return {"rows": rows if total else [], "notes": _notes(found), "useful": useful(found)}
+    reasons = [(name, *describe(name)[1:]) for name in names if name not in KEPT]
+    return {"rows": rows if total else [], "reasons": reasons, "notes": _notes(found), "useful": useful(found)}
 
 
 def useful(found: Found) -> float | None:

@@ -1,4 +1,7 @@
-"""What a tracker is: somewhere else that a run's figures go, besides its directory, which always has them all."""
+"""What a tracker is: somewhere else that a run's figures go, besides its directory, which always has them all.
+
+`of_step` makes these figures of a row of metrics.parquet: plain numbers, with the rates that people look for first.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -8,40 +11,8 @@ import msgspec
 
 from asyncrl.system.run_directory import replace
 
-# A row of metrics.parquet as plain numbers, with the rates that people look for first.
-
 TIMES = frozenset({"step", "time", "first_work", "first_wave_finished"})
 """Points in time, of which a curve shows nothing."""
-
-
-def numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Every number in it; lists and what is not known are left out."""
-    return dict(_numbers(values, prefix))
-
-
-def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(cast(Mapping[str, Any], value), f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", float(value)
-
-
-def of_step(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, float]:
-    """`before` is the row of the step before, if there was one."""
-    seconds = row["loop_seconds"] - (before["loop_seconds"] if before else 0.0)
-    tokens = row["generated_tokens"] - (before["generated_tokens"] if before else 0)
-    figures = numbers({name: value for name, value in row.items() if name not in TIMES})
-    if seconds > 0:
-        figures |= {
-            "step_seconds": seconds,
-            "samples_per_second": row["samples"] / seconds,
-            "generated_tokens_per_second": tokens / seconds,
-            "wait_fraction": row["wait_seconds"] / seconds,
-        }
-    return figures
-
-
 Figures = Mapping[str, float]
 """Numbers by name, as in metrics.parquet; what is nested there has a slash in its name."""
 
@@ -71,6 +42,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """The run's own; trackers keep their things in `home`."""
     config: dict[str, Any]
     first_step: int = 0
+    say: Callable[[str], None] = print
+    """To whoever looks at the terminal."""
 
     @property
     def home(self) -> Path:
@@ -89,3 +62,31 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 def named(kind: str, figures: Figures) -> dict[str, float]:
     """As most trackers want it: the part before the slash makes a section of the page."""
     return {f"{kind}/{name}": value for name, value in figures.items()}
+
+
+def numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Every number in it; lists and what is not known are left out."""
+    return dict(_numbers(values, prefix))
+
+
+def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(cast(Mapping[str, Any], value), f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", float(value)
+
+
+def of_step(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, float]:
+    """`before` is the row of the step before, if there was one."""
+    seconds = row["loop_seconds"] - (before["loop_seconds"] if before else 0.0)
+    tokens = row["generated_tokens"] - (before["generated_tokens"] if before else 0)
+    figures = numbers({name: value for name, value in row.items() if name not in TIMES})
+    if seconds > 0:
+        figures |= {
+            "step_seconds": seconds,
+            "samples_per_second": row["samples"] / seconds,
+            "generated_tokens_per_second": tokens / seconds,
+            "wait_fraction": row["wait_seconds"] / seconds,
+        }
+    return figures

@@ -1,21 +1,34 @@
-"""All the trackers of a run, as one."""
+"""Every tracker by its name, and all the trackers of a run as one.
+
+A new one is a file with a function of a `Session` that gives a `Tracker`, a line here, and its name with a line in
+`asyncrl.config.trackers`.
+"""
 
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from asyncrl.config.trackers import TrackerName
 from asyncrl.observe.trackers.async_tracker import AsyncTracker, Call
 from asyncrl.observe.trackers.base import Session, Tracker, numbers, of_step
 
 CLOSE_S = 15.0
 """For all trackers together, at the end of a run."""
 Opener = Callable[[], Tracker]
+TRACKERS: dict[TrackerName, str] = {
+    "tensorboard": "asyncrl.observe.trackers.tensorboard:open",
+    "wandb": "asyncrl.observe.trackers.wandb:open",
+    "mlflow": "asyncrl.observe.trackers.mlflow:open",
+    "trackio": "asyncrl.observe.trackers.trackio:open",
+}
+"""As `module:function`. Those that need Ray are named by `pipelines.recording.recorder`: the core knows no Ray."""
 
 
-def opener(name: str, session: Session) -> Opener:
-    """`asyncrl/tracking/<name>.py` has a function `open`; its package is imported when that is called."""
-    return lambda: import_module(f"asyncrl.observe.trackers.{name}").open(session)
+def opener(location: str, session: Session) -> Opener:
+    """Its packages are imported when that is called."""
+    module, name = location.split(":")
+    return lambda: getattr(import_module(module), name)(session)
 
 
 class Trackers:

@@ -1,4 +1,9 @@
-"""Where the ranks of a trainer find each other: a store in the process that starts them, at one address only."""
+"""What one rank of a trainer knows of the others, what they do together, and the rendezvous where they find each other.
+
+Every rank gets the same groups and makes the same calls in the same order. Each computes by itself what the share of
+every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. `Ranks` is a
+trainer of one rank; `asyncrl.training.distributed.fsdp` has the one of several.
+"""
 
 import socket
 from datetime import timedelta
@@ -14,15 +19,11 @@ from asyncrl.models.checkpoint import load_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 
-# What one rank of a trainer knows of the others, and what they do together.
-#
-# Every rank is given the same groups and makes the same calls in the same order. Each finds by itself what the share of
-# every rank is and computes its own; nothing is handed out, and only gradients, sums and weights travel.
-# `Ranks` is a trainer that is alone; `asyncrl.training.distributed.fsdp` has the one with others.
+TCPStore: Any = cast(Any, distributed).TCPStore  # documented, and not marked as exported
 
 
 class Ranks:
-    """Everything is here, and there is nobody to wait for."""
+    """One rank: everything is here, and there is nobody to wait for."""
 
     rank = 0
     world = 1
@@ -61,11 +62,8 @@ class Ranks:
         """The end, for this process."""
 
 
-TCPStore: Any = cast(Any, distributed).TCPStore  # documented, and not marked as exported
-
-
 class RankSeat(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's place among the others."""
+    """The number of one rank among the others, and where it meets them."""
 
     rank: int
     world: int
@@ -83,7 +81,7 @@ class RankSeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendezvous:
-    """Open as long as it lives; ranks need it to the end."""
+    """A store in the process that starts the ranks, at one address only. Ranks need it to their end."""
 
     def __init__(self, host: str, world: int, timeout_s: float) -> None:
         with socket.create_server((host, 0)) as listening:  # TCPStore's own would listen at every address

@@ -15,10 +15,26 @@ from asyncrl.system.optional import require
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import Tensors, fill, source_of
-from asyncrl.weights.manifest import CUDA_IPC
+from asyncrl.weights.transports.base import Transport, WriterOptions
 from asyncrl.weights.transports.shared_memory import Alternating
 
-cupy = require("cupy", extra="nccl")
+SCHEME = "cuda-ipc:"
+
+
+class CudaIpc(Transport):
+    """Engines map the trainer's own memory of the card that they share."""
+
+    scheme = SCHEME
+
+    def writer(self, tensors: Tensors, options: WriterOptions) -> "CudaIpcWriter":
+        return CudaIpcWriter(tensors)
+
+    def read(self, manifest: WeightManifest) -> Flat:
+        return mapped(manifest)
+
+
+def _cupy() -> Any:
+    return require("cupy", extra="nccl")
 
 
 class CudaIpcWriter:
@@ -36,13 +52,13 @@ class CudaIpcWriter:
         offset = total * self._places.slot(version)
         memory = torch.as_tensor(self._memory[offset : offset + total], device="cuda")
         buckets, digest = fill(self._source, Flat(specs, memory)).seal()
-        handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.data.ptr)
+        handle = _cupy().cuda.runtime.ipcGetMemHandle(self._memory.data.ptr)
         return WeightManifest(
             version=version,
             tensors=specs,
             total_bytes=total,
             digest=digest,
-            location=f"{CUDA_IPC}{handle.hex()}@{offset}",
+            location=f"{SCHEME}{handle.hex()}@{offset}",
             buckets=buckets,
         )
 
@@ -52,6 +68,7 @@ class CudaIpcWriter:
 
 def _allocate(size: int) -> Any:
     """An allocation of its own: a handle covers the whole allocation, and torch would share it with others."""
+    cupy = _cupy()
     memory = cupy.ndarray(size, cupy.uint8, cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0))
     memory.fill(0)  # the gaps between tensors count in the digest
     return memory
@@ -59,7 +76,8 @@ def _allocate(size: int) -> Any:
 
 def mapped(manifest: WeightManifest) -> Flat:
     """The trainer's own memory: copy what must outlive the next update."""
-    handle, _, offset = manifest.location.removeprefix(CUDA_IPC).partition("@")
+    cupy = _cupy()
+    handle, _, offset = manifest.location.removeprefix(SCHEME).partition("@")
     try:
         pointer = _open(handle) + int(offset)
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -74,4 +92,4 @@ def mapped(manifest: WeightManifest) -> Flat:
 @cache
 def _open(handle: str) -> int:
     """The same handle can be opened once per process, and stays valid as long as the trainer's allocation."""
-    return cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handle))
+    return _cupy().cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handle))

@@ -10,10 +10,31 @@ from safetensors.torch import save_file
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.flat import Flat
+from asyncrl.weights.gather import Tensors
+from asyncrl.weights.transports.base import Transport, WriterOptions
+from asyncrl.weights.transports.mirror import Mirror, MirrorWriter
+from asyncrl.weights.transports.shared_memory import shared_directory
 
 SCHEME = "file:"
 KEPT = 2
 """Files that stay: a slow receiver may still read the one before the newest."""
+
+
+class File(Transport):
+    """Each publication is a file; receivers hold a copy of the newest in memory."""
+
+    scheme = SCHEME
+    verifies = True
+
+    def __init__(self) -> None:
+        self._mirror = Mirror()
+
+    def writer(self, tensors: Tensors, options: WriterOptions) -> MirrorWriter:
+        carrier = FileCarrier(options.folder or shared_directory(options.prefix))
+        return MirrorWriter(tensors, carrier, sparse=options.delta)
+
+    def read(self, manifest: WeightManifest) -> Flat:
+        return self._mirror.receive(manifest, bring)
 
 
 def write(manifest: WeightManifest, flat: Flat, folder: Path) -> Path:

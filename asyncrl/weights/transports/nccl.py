@@ -9,24 +9,67 @@ it, and a new one is formed without whoever failed (epochs.py decides that). So,
   aborts at the first error or at the deadline;
 - a session (one communicator) that failed is never used again.
 
-All ranks meet by a unique id, which the trainer makes and which travels in the manifest's location.
+All ranks meet by a unique id, which the trainer makes and which travels in the manifest's location. `Network` and
+`Link` are the little of NCCL that is needed; the real ones are cupy's, which unlike torch lets one process leave a
+group and form another. Tests have others, that fail on purpose.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.system.optional import require
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.flat import Flat
+from asyncrl.weights.gather import Tensors
+from asyncrl.weights.transports.base import Transport, WriterOptions
+from asyncrl.weights.transports.mirror import Mirror, MirrorWriter
 
 SCHEME = "nccl:"
 POLL_SECONDS = 0.001
+OLDEST_SHARED = 23000
+"""From 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1, several ranks may share one card."""
+
+
+class Nccl(Transport):
+    """The trainer broadcasts; receivers hold a copy of the newest publication on their card."""
+
+    scheme = SCHEME
+    verifies = True
+    joinable = False
+
+    def writer(self, tensors: Tensors, options: WriterOptions) -> MirrorWriter:
+        carrier = NcclCarrier(CupyNccl(), _card(), deadline_s=options.deadline_s)
+        return MirrorWriter(tensors, carrier, sparse=options.delta, device=_card())
+
+    def read(self, manifest: WeightManifest) -> Flat:
+        return self._mirror.receive(manifest, self._receiver.bring)
+
+    def addressed(self, manifest: WeightManifest, name: str) -> str:
+        """It says which rank the receiver is."""
+        meeting = Rendezvous.at(manifest.location)
+        if name not in meeting.members:
+            raise WeightSyncError(f"version {manifest.version} is for {', '.join(meeting.members)}, and not for {name}")
+        return msgspec.structs.replace(meeting, rank=1 + meeting.members.index(name)).location
+
+    @cached_property
+    def _mirror(self) -> Mirror:
+        return Mirror(_card())
+
+    @cached_property
+    def _receiver(self) -> "NcclReceiver":
+        return NcclReceiver(CupyNccl(), _card())
+
+
+def _card() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +118,7 @@ class Link(Protocol):
 
 
 class Network(Protocol):
-    """Where links come from: NCCL (cupy_nccl.py), or one that fails on purpose."""
+    """Where links come from."""
 
     def unique_id(self) -> str: ...
 
@@ -224,13 +267,53 @@ class NcclReceiver:
         self._session.broadcast([flat.part(bucket) for bucket in manifest.buckets])
 
 
-def addressed_to(manifest: WeightManifest, name: str) -> WeightManifest:
-    """The manifest for one receiver: over NCCL it says which rank that is. Others stay as they are."""
-    sparse = addressed_to(manifest.delta, name) if manifest.delta is not None else None
-    location = manifest.location
-    if location.startswith(SCHEME):
-        meeting = Rendezvous.at(location)
-        if name not in meeting.members:
-            raise WeightSyncError(f"version {manifest.version} is for {', '.join(meeting.members)}, and not for {name}")
-        location = msgspec.structs.replace(meeting, rank=1 + meeting.members.index(name)).location
-    return msgspec.structs.replace(manifest, location=location, delta=sparse)
+def nccl() -> Any:
+    """cupy's bindings."""
+    require("cupy", extra="nccl")
+    return require("cupy.cuda.nccl", extra="nccl")
+
+
+class CupyNccl:
+    """The real network."""
+
+    def unique_id(self) -> str:
+        return nccl().get_unique_id().hex()
+
+    def form(self, meeting: Rendezvous, rank: int, device: torch.device) -> Link:
+        return CupyLink(meeting, rank, device.index or 0)
+
+
+class CupyLink:
+    def __init__(self, meeting: Rendezvous, rank: int, card: int) -> None:
+        self._cuda: Any = require("cupy", extra="nccl").cuda
+        self._nccl, self._card = nccl(), card
+        self._comm: Any = None
+        with self._cuda.Device(card):
+            self._comm = self._nccl.NcclCommunicator(meeting.size, bytes.fromhex(meeting.id), rank)
+            self._stream = self._cuda.Stream(non_blocking=True)
+            self._event = self._cuda.Event(disable_timing=True)
+
+    def broadcast(self, part: torch.Tensor) -> None:
+        pointer, comm = part.data_ptr(), self._comm
+        if comm is None:
+            return
+        with self._cuda.Device(self._card):
+            comm.broadcast(pointer, pointer, len(part), self._nccl.NCCL_UINT8, 0, self._stream.ptr)
+            self._event.record(self._stream)
+
+    def done(self) -> bool:
+        with self._cuda.Device(self._card):
+            return self._event.done
+
+    def check(self) -> None:
+        if (comm := self._comm) is None:
+            return
+        try:
+            comm.check_async_error()
+        except (self._nccl.NcclError, KeyError) as error:  # cupy has no name for the newer error codes
+            raise WeightSyncError(f"NCCL reports {error!r}") from None
+
+    def abort(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.abort()

@@ -21,6 +21,19 @@ from asyncrl.types import Bucket, SendOrder, TensorSpec, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import Tensors, fill, source_of
 from asyncrl.weights.manifest import digest_tensors as digest_tensors
+from asyncrl.weights.transports.base import Transport, WriterOptions
+
+
+class SharedMemory(Transport):
+    """Engines map the file that the trainer wrote; a location is its plain path."""
+
+    scheme = ""
+
+    def writer(self, tensors: Tensors, options: WriterOptions) -> "SharedMemoryWriter":
+        return SharedMemoryWriter(tensors, prefix=options.prefix)
+
+    def read(self, manifest: WeightManifest) -> Flat:
+        return mapped(manifest)
 
 
 def shared_directory(prefix: str) -> Path:

@@ -3,7 +3,8 @@
 A head first follows the target over everything that the step has computed, one pair for each token, which leaves its
 state at the newest one. From there it goes on alone, each pass fed with its own state; these keys lie behind the end
 of the row, as drafts do in the target's cache. Chains are drawn from the head's distribution under the row's own
-sampling settings; trees hold its likeliest tokens.
+sampling settings; trees hold its likeliest tokens: every pass expands the likeliest nodes, and the likeliest of all are
+kept.
 
 Axis suffixes: T flat tokens, N rows, W columns, K nodes of a tree's level, C drafted tokens, E hidden size, U tokens
 that the head can draft, V vocabulary.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asyncrl.config.drafter import Drafting, Eagle3Drafter, EagleDrafter, NgramDrafter, Strategy
+from asyncrl.config.drafter import ActiveDrafter, Strategy
 from asyncrl.config.engine import NativeEngine
 from asyncrl.drafting.checkpoint import head_tensors
 from asyncrl.drafting.heads import Head
@@ -30,13 +31,12 @@ from asyncrl.engines.native.weight_loading import Receiver, load_published
 from asyncrl.models.layers import computed_rotation
 from asyncrl.types import WeightManifest
 
-# Trees of drafts: every pass expands the likeliest nodes, and the likeliest of all are kept.
-#
-# Axis suffixes: N rows, F nodes that are expanded, K children of each, C all candidates, X those kept, U tokens.
-
 
 class Tree:
-    """Grows by levels. A node's score is the log-probability of the path to it."""
+    """Grows by levels. A node's score is the log-probability of the path to it.
+
+    Axis suffixes here: F nodes that are expanded, K children of each, C all candidates, X those kept.
+    """
 
     def __init__(self, children: int) -> None:
         self._children = children
@@ -208,12 +208,9 @@ def _descend(seen_N_F_X: Column, parent_N_K: Column) -> Column:
     return np.concatenate([inherited, own], 2)
 
 
-def build_source(drafter: Drafting, policy: Policy, settings: NativeEngine) -> Ngram | HeadSource:
-    match drafter:
-        case NgramDrafter():
-            return Ngram(drafter)
-        case EagleDrafter() | Eagle3Drafter():
-            head = build_head(drafter, policy.config)
-            return HeadSource(head, policy, settings.max_batch, settings.max_length + spare_slots(drafter))
-        case _:
-            raise AssertionError(f"no source for {drafter!r}")
+def build_source(drafter: ActiveDrafter, policy: Policy, settings: NativeEngine) -> Ngram | HeadSource:
+    if drafter.ngram is not None:
+        return Ngram(drafter.ngram)
+    assert drafter.head is not None, f"no source for {drafter!r}"
+    head = build_head(drafter.head, policy.config)
+    return HeadSource(head, policy, settings.max_batch, settings.max_length + spare_slots(drafter))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.drafter import DrafterSettings, EagleDrafter, NoDrafter
+from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.config.precision import Numerics
 from asyncrl.drafting.hidden_capture import RolloutTap
@@ -71,14 +71,14 @@ class NativeEngine(RowEngine):
         return WeightAck(self.name, manifest.version, digest)
 
     def _open(self) -> None:
-        settings, drafter = self.settings, self._drafter
+        settings, drafter, head = self.settings, self._drafter, self._drafter.head
         rows, spare = settings.max_batch, spare_slots(drafter)
         length = settings.max_length + spare
-        policy, cache = self._make_policy(rows, length, keep_output=isinstance(drafter, EagleDrafter))
-        if isinstance(drafter, NoDrafter):
+        policy, cache = self._make_policy(rows, length, keep_output=head is not None and head.uses_target_output)
+        if drafter.drafting is None:
             drafts = source = self._head = None
         else:
-            drafts, source = DraftTable(rows, spare), build_source(drafter, policy, settings)
+            drafts, source = DraftTable(rows, spare), build_source(drafter.drafting, policy, settings)
             self._head = source if isinstance(source, HeadSource) else None
         slots = BatchTable(rows, settings.max_length, drafts)
         self._serve_model(policy.config.vocabulary, slots)

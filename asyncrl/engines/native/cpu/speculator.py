@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.drafting.bandit import PLAIN
+from asyncrl.config.drafter import PLAIN
 from asyncrl.engines.native.cpu.decoding import Decoding, Outcome, States
 from asyncrl.engines.native.cpu.scheduler import Scheduler, Step
 from asyncrl.engines.native.sampling import Purpose

@@ -28,13 +28,17 @@ from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.engines.native.sampling import Column
 from asyncrl.models.decoder import Taps
 
-# A drafting head on a GPU: what `asyncrl.drafting.heads` computes, with the kernels and pages of its target.
-#
-# Its keys and values are one layer more, in pages of the same numbers. As it has one layer only, they follow from
-# features and tokens alone: where no draft begins, no more than that is computed.
+RING = 16
+"""Tokens of a row without drafts that the head may lag behind."""
 
 
 class CudaHead:
+    """What `asyncrl.drafting.heads` computes, with the kernels and pages of its target.
+
+    Its keys and values are one layer more, in pages of the same numbers. As it has one layer only, they follow from
+    features and tokens alone: where no draft begins, no more than that is computed.
+    """
+
     def __init__(self, head: Head, target: CudaModel) -> None:
         self._target = target
         self._block = ModelBlock.of({name: each.detach() for name, each in head.named_parameters()})
@@ -77,11 +81,9 @@ class CudaHead:
         return feature_T_E.clone(), torch.cat(parts, -1)
 
 
-RING = 16
-"""Tokens of a row without drafts that the head may lag behind."""
-
-
 class Drafting:
+    """When the head follows its target, and when it drafts."""
+
     def __init__(
         self, head: Head, target: CudaModel, sizes: Sizes, inputs: StepInputs, board: DeviceOutputs, timeline: Timeline
     ) -> None:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.drafter import DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
+from asyncrl.config.drafter import PLAIN, DrafterSettings, NoDrafter, Strategy
 from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.config.precision import Numerics
-from asyncrl.drafting.bandit import PLAIN
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job, turns
 from asyncrl.engines.native.batch_table import BatchTable
@@ -162,8 +161,8 @@ class CudaEngine(RowEngine):
         with timeline.work():
             cuda_model, held, fp8 = serve(model, settings, self._kernels, numerics)
             inputs, board = StepInputs(sizes, timeline), DeviceOutputs(sizes, timeline)
-            if isinstance(drafter, EagleDrafter | Eagle3Drafter):
-                head = build_head(drafter, config).requires_grad_(False).to(device, self._dtype)
+            if drafter.head is not None:
+                head = build_head(drafter.head, config).requires_grad_(False).to(device, self._dtype)
                 drafting = Drafting(head, cuda_model, sizes, inputs, board, timeline)
             kind = {"fp8": numerics is not None and numerics.kv, "head": drafting is not None}
             page = page_bytes(config, self._dtype, **kind)

@@ -1,9 +1,15 @@
-"""What an FP8 engine on a GPU checks before a version counts, and how the version gets in.
+"""FP8 on a GPU: the weights as they are multiplied with, and what is checked before a version counts.
 
-All of it without touching what is served, but for one layer: its tensors are loaded first, as the others will be, and
-multiplied with a fixed input by the very kernel that decodes. If that is not what the published numbers give, the layer
-is put back, and the engine goes on as it was. KV scales are measured with the published weights, layer by layer, before
-anything is loaded. Whatever can be is done in a thread, while decoding goes on.
+**Weights.** Every projection of the checkpoint is quantized by itself, and a fused matrix holds the blocks of its
+projections one below the other, in storage that stays where it is. A published version brings values and scales under
+two names, and both are views of this storage.
+
+**Checks.** All without touching what is served, but for one layer: its tensors are loaded first, as the others will be,
+and multiplied with a fixed input by the very kernel that decodes. If that is not what the published numbers give, the
+layer is put back, and the engine goes on as it was. KV scales are measured with the published weights, layer by layer,
+before anything is loaded. Whatever can be is done in a thread, while decoding goes on.
+
+Axis suffixes: O outputs, I inputs, X rows of blocks, B blocks of inputs.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -31,21 +37,24 @@ from asyncrl.precision.quantizer import ACTIVATION_BLOCK, SIDE, WEIGHT_BLOCK, Qu
 from asyncrl.types import WeightManifest
 from asyncrl.weights.flat import Flat
 
-# What keys and values a version has, before it is served: fixed prompts, computed with weights that lie elsewhere.
-#
-# A forward pass that is launched kernel by kernel takes Python 50 ms (H200, 8B), beside a step loop that needs the
-# interpreter as well. But publications come to the same few places of memory again and again, so the pass over each is
-# captured, and the next time it is one launch.
-
 _TILE = 16
 _GRAPH_BYTES = 1 << 30
 """For the matrices of one layer, put together, and what is computed with them."""
+_OLDEST = (8, 9)
+"""Compute capability that has FP8."""
+Load = Callable[[Iterable[str]], None]
+"""Published tensors of these names into those held."""
 Weights = Callable[[], tuple[Tensor, Iterable[tuple[Tensor, Block]]]]
 """Embeddings, and each layer with its first norm."""
 
 
 class KvGauge:
-    """Used by one thread at a time, beside decoding and behind it."""
+    """Which keys and values a version has, before it is served: fixed prompts, with weights that lie elsewhere.
+
+    A forward pass that is launched kernel by kernel takes Python 50 ms (H200, 8B), beside a step loop that needs the
+    interpreter as well. But publications come to the same few places of memory again and again, so the pass over each
+    is captured, and the next time it is one launch. Used by one thread at a time, beside decoding and behind it.
+    """
 
     def __init__(self, model: CudaModel, length: int) -> None:
         samples = [sample[:length] for sample in fixed_samples(model.embedding_V_E.shape[0])]
@@ -88,14 +97,6 @@ def _tiles(samples: Sequence[Sequence[int]], device: torch.device) -> tuple[Quer
     table_N_P = torch.arange(len(samples), dtype=torch.int32, device=device)[:, None]
     queries = Queries(_TILE, groups_3_G[0], groups_3_G[1], groups_3_G[2], table_N_P)
     return queries, tokens.flatten().to(device)
-
-
-# Weights in FP8 as a GPU multiplies with them, in storage that stays where it is.
-#
-# Every projection of the checkpoint is quantized by itself, and a fused matrix holds the blocks of its projections one
-# below the other. A published version brings values and scales under two names, and both are views of this storage.
-#
-# Axis suffixes: O outputs, I inputs, X rows of blocks, B blocks of inputs.
 
 
 def quantized_matrix(weight_O_I: Tensor, parts: Sequence[Part], *, power_of_two: bool) -> Fp8Matrix:
@@ -177,11 +178,6 @@ class Fp8Weights:
         return found
 
 
-_OLDEST = (8, 9)
-Load = Callable[[Iterable[str]], None]
-"""Published tensors of these names into those held."""
-
-
 class Expected(NamedTuple):
     """Products that the numbers of a version must give."""
 
@@ -192,6 +188,8 @@ class Expected(NamedTuple):
 
 
 class Fp8Serving:
+    """Whether a published version may be served."""
+
     def __init__(self, model: CudaModel, weights: Fp8Weights, numerics: Numerics, length: int) -> None:
         self._model, self._weights, self._numerics = model, weights, numerics
         self._device = model.embedding_V_E.device

@@ -5,21 +5,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.config.drafter import DrafterSettings, NgramDrafter
+from asyncrl.config.drafter import DrafterSettings
 from asyncrl.engines.native.batch_table import BatchTable, Ended
 from asyncrl.engines.native.cuda.device_outputs import Flight
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.speculation.ngram import Ngram
-from asyncrl.engines.native.speculation.source import Tally, has_trees, possible_strategies
+from asyncrl.engines.native.speculation.source import Tally
 from asyncrl.engines.native.verification import DraftTable, Verdict
 from asyncrl.errors import EngineError
 
 
 def chain_depths(drafter: DrafterSettings) -> list[int]:
     """Of all strategies that may be chosen."""
-    if has_trees(drafter):
+    if drafter.has_trees:
         raise EngineError("a GPU verifies chains of drafts, no trees; use drafter.top_k=1, or engine.device=cpu")
-    return sorted({strategy.depth for strategy in possible_strategies(drafter)} - {0})
+    return sorted({strategy.depth for strategy in drafter.possible_strategies} - {0})
 
 
 class Clock:
@@ -48,7 +48,7 @@ class Runs(NamedTuple):
 class Speculation:
     def __init__(self, drafter: DrafterSettings, slots: BatchTable, drafts: DraftTable, tally: Tally) -> None:
         self._slots, self._drafts, self._tally = slots, drafts, tally
-        self._ngram = Ngram(drafter) if isinstance(drafter, NgramDrafter) else None
+        self._ngram = Ngram(drafter.ngram) if drafter.ngram is not None else None
         rows = len(slots.index)
         self._on_device_N_C = -1 - (np.arange(1, 1 + drafts.nodes) * rows + slots.index[:, None])
         """A head's drafts never leave the device: these numbers say where they are."""

@@ -1,4 +1,7 @@
-"""From a drafter's settings to what speculation needs."""
+"""What both native engines need to speculate: where drafts come from, who chooses the strategy, and what is counted.
+
+`Source`, `Chooser` and `Tally` are the parts; the functions at the end build them from a drafter's settings.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from asyncrl.config.drafter import DrafterSettings, Eagle3Drafter, EagleDrafter, NoDrafter, Strategy
-from asyncrl.drafting.bandit import PLAIN, Bandit, Range, strategies
+from asyncrl.config.drafter import PLAIN, DrafterSettings, HeadDrafter, Strategy
+from asyncrl.drafting.bandit import Bandit, Range
 from asyncrl.drafting.checkpoint import fresh_head, load_head
 from asyncrl.drafting.heads import Head
 from asyncrl.engines.native.batch_table import BatchTable
@@ -19,10 +22,9 @@ from asyncrl.types import SpeculationArm
 if TYPE_CHECKING:
     from asyncrl.engines.native.cpu.cache import Layout
 
-
-# Where drafts come from.
-
 Taps = tuple[int, ...]
+FRESH_SEED = 0
+"""All replicas begin with the same head."""
 
 
 class Seen(NamedTuple):
@@ -41,6 +43,8 @@ class Seen(NamedTuple):
 
 
 class Source(Protocol):
+    """Where drafts come from."""
+
     taps: Taps | None
     """What it reads of the target: places in the residual stream, () for the final hidden states, None for nothing."""
 
@@ -50,7 +54,7 @@ class Source(Protocol):
 
 
 class Chooser(Protocol):
-    """As `asyncrl.drafting.bandit.Bandit` is."""
+    """Which strategy to draft with, as `asyncrl.drafting.bandit.Bandit` finds it."""
 
     def choose(self, batch: int) -> Strategy: ...
 
@@ -107,39 +111,23 @@ class Tally:
                 self.accepted[position] += rows
 
 
-FRESH_SEED = 0
-"""All replicas begin with the same head."""
-
-
-def possible_strategies(drafter: DrafterSettings) -> list[Strategy]:
-    """All that may be chosen, plain decoding perhaps among them."""
-    if isinstance(drafter, NoDrafter):
-        return [PLAIN]
-    return strategies(drafter) if drafter.adaptive.on else [drafter.strategy]
-
-
-def has_trees(drafter: DrafterSettings) -> bool:
-    return any(strategy.is_tree for strategy in possible_strategies(drafter))
-
-
 def spare_slots(drafter: DrafterSettings) -> int:
     """How many tokens a row may compute behind its end."""
-    return max(max(strategy.nodes, strategy.depth * strategy.top_k) for strategy in possible_strategies(drafter))
+    return max(max(strategy.nodes, strategy.depth * strategy.top_k) for strategy in drafter.possible_strategies)
 
 
-def build_head(drafter: EagleDrafter | Eagle3Drafter, target: ModelConfig) -> Head:
+def build_head(drafter: HeadDrafter, target: ModelConfig) -> Head:
     return load_head(Path(drafter.path), target) if drafter.path else fresh_head(drafter, target, FRESH_SEED)
 
 
 def no_head(engine: str, drafter: DrafterSettings) -> str:
     """Why an engine takes none."""
-    return (
-        f"engine {engine} has no drafting head, as drafter={drafter.__struct_config__.tag}; use drafter=eagle or eagle3"
-    )
+    return f"engine {engine} has no drafting head, as drafter={drafter.kind}; use drafter=eagle or eagle3"
 
 
 def build_chooser(drafter: DrafterSettings, learned: Sequence[Range] = ()) -> Chooser:
     """`learned` by a bandit before this one."""
-    if isinstance(drafter, NoDrafter):
+    drafting = drafter.drafting
+    if drafting is None:
         return Always(PLAIN)
-    return Bandit(drafter, 0, learned) if drafter.adaptive.on else Always(drafter.strategy)
+    return Bandit(drafting, 0, learned) if drafting.adaptive.on else Always(drafting.strategy)

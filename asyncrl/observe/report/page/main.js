@@ -32,8 +32,10 @@ function top(data) {
 function wasteSection(waste) {
   if (!waste.rows.length) return [nothing("No token is accounted for yet.")];
   return [shares(waste.rows), table(["what became of the sampled tokens", "tokens", "share", "answers"],
-    waste.rows.map(row => [row.label, row.tokens.toLocaleString("en"), percent(row.share),
+    waste.rows.map(row => [h("span", { title: row.meaning || null }, row.label), row.tokens.toLocaleString("en"), percent(row.share),
       row.answers === null ? "" : row.answers.toLocaleString("en")])),
+    waste.reasons.length ? h("details", null, h("summary", null, "what the reasons mean"),
+      table(["reason", "meaning", "what to do"], waste.reasons, 3)) : null,
     waste.notes.map(text => h("p", { class: "muted" }, text))];
 }
 

@@ -1,0 +1,89 @@
+"""The trainer beside plain transformers, on a CPU in seconds: that both take the same step, and what is counted."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.models.config import ModelConfig
+from asyncrl.training.advantages import with_advantages
+from benchmarks import trainer
+from benchmarks.rollout import made
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 50,
+}
+WORDS = "--device cpu --shape tiny --answers 16 --tokens 12 --budget 64 --repeats 1"
+
+
+def _setting(words: str = "") -> trainer.Setting:
+    setting = trainer.setting_of(trainer.parse([*WORDS.split(), *words.split()]))
+    return msgspec.structs.replace(setting, config=setting.config | SMALL)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # not every CPU has products in bf16
+@pytest.mark.parametrize("words", ["", "--tailed --prompt 5", "--untied --dtype bf16"])
+def test_both_sides_take_the_same_step(words: str) -> None:
+    setting = _setting(words)
+    with made(ModelConfig.from_hf(setting.config), "cpu") as model:
+        rows = [row for row in trainer.ROWS if not row.endswith("compiled")]  # which takes a C++ compiler, and minutes
+        found = [trainer.measure(model, setting, row) for row in rows]
+    assert [figures.budget for figures in found] == [64, 32, 64, 32]
+    first = found[0].gradient_norm
+    assert first > 0
+    for figures in found:
+        assert figures.gradient_norm == pytest.approx(first, rel=0.03 if setting.dtype == "bf16" else 1e-4)
+        assert figures.samples_per_second == pytest.approx(16 / figures.seconds)
+        assert figures.tokens_per_second == pytest.approx(sum(trainer.lengths(setting)) / figures.seconds)
+        assert figures.tflops * figures.seconds == pytest.approx(found[0].tflops * found[0].seconds)
+        assert figures.peak_bytes > 1 << 20
+
+
+def test_operations_are_counted_as_said() -> None:
+    """By hand: 16 answers of 12 tokens behind prompts of one, which eight of them share."""
+    setting = _setting()
+    blocks = with_advantages(trainer.trainer_run(setting, "asyncrl kept"), trainer.make_groups(setting))
+    layer = 32 * (4 + 2 + 2) * 8 + 32 * 32 + 3 * 32 * 64
+    tokens, predicted = 2 * (1 + 8 * 11), 16 * 12
+    pairs = 2 * 1 + 16 * sum(range(2, 13))
+    expected = 6 * (2 * layer * tokens + 50 * 32 * predicted) + 12 * 2 * 4 * 8 * pairs
+    assert trainer.model_flops(ModelConfig.from_hf(setting.config), blocks) == expected
+
+
+def test_long_tailed_answers_have_the_median_that_was_asked_for() -> None:
+    sizes = sorted(trainer.lengths(_setting("--tailed --answers 64 --tokens 150")))
+    assert len(sizes) == 64
+    assert float(np.median(sizes)) == pytest.approx(150, rel=0.03)
+    assert sizes[-1] > 4 * 150
+
+
+def test_shapes_are_the_published_ones() -> None:
+    for words, billions in (
+        ("--shape qwen3-1.7b", 1.72),
+        ("--shape qwen3-1.7b --vocabulary 49152 --untied", 1.61),
+        ("--shape qwen3-8b", 8.19),
+        ("--shape smollm2-135m", 0.135),
+    ):
+        setting = trainer.setting_of(trainer.parse(words.split()))
+        assert trainer.parameters(ModelConfig.from_hf(setting.config)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_row_that_fails_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command from end to end: rows in processes of their own, a table and a file."""
+    words = f"{WORDS} --vocabulary 50 --out {tmp_path / 'out.json'} --rows"
+    trainer.main([*words.split(), "asyncrl kept"])
+    shown = capsys.readouterr().out
+    assert "tiny: 0.007 G parameters, vocabulary 50, output matrix shared with the embedding" in shown
+    assert "16 answers of 12 tokens behind prompts of 1; median of 1 steps" in shown
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (row["row"], row["error"], row["seconds"] > 0) == ("asyncrl kept", "", True)
+    left_out = trainer.line(trainer.Figures(row="asyncrl kept", budget=1, error="OutOfMemoryError: no"))
+    assert left_out == "asyncrl kept             left out: OutOfMemoryError: no"
