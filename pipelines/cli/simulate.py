@@ -11,6 +11,7 @@ from rich.table import Table
 
 from asyncrl.config import Run
 from asyncrl.config.errors import did_you_mean
+from asyncrl.drop_reasons import DropReason
 from asyncrl.errors import ConfigError
 from asyncrl.simulation import profile as profiles
 from asyncrl.simulation.calibration import calibrate
@@ -191,7 +192,7 @@ def _notes(outcomes: Sequence[Outcome], best: Outcome | None, settings: Run) -> 
             )
     if any(outcome.short_of_memory for outcome in outcomes):
         notes.append(f"buffer.max_bytes={settings.buffer.max_bytes} kept groups from being admitted: raise it")
-    if any("timeout" in outcome.dropped for outcome in outcomes):
+    if any(DropReason.TIMEOUT in outcome.dropped for outcome in outcomes):
         notes.append(f"flow.group_timeout_s={settings.flow.group_timeout_s:g} dropped groups: raise it")
     return notes
 

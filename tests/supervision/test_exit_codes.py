@@ -16,7 +16,7 @@ from asyncrl.errors import AsyncRLError, StallError
 from tests.support.command import asyncrl
 
 COMMAND = str(Path(sys.executable).with_name("asyncrl"))
-DOCS = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+DOCS = Path(__file__).parents[2] / "docs" / "commands.md"
 SMALL = (
     "experiment=quickstart", "model=checkpoint", "name=run", "steps=100000", "flow.groups_per_step=4",
     "flow.groups_per_take=1", "rollout.group_size=4", "rollout.max_tokens=24", "evaluation.prompts=0",
