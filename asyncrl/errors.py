@@ -7,7 +7,7 @@ class AsyncRLError(Exception):
     """Base of every error this project raises on purpose."""
 
     exit_code: ClassVar[int] = 2
-    """Of the command that it ends; docs/troubleshooting.md has the table."""
+    """Of the command that it ends; docs/commands.md has the table."""
 
 
 class ConfigError(AsyncRLError, ValueError):
