@@ -34,7 +34,7 @@ def test_the_run_stops_with_the_reason(
     kind: signal.Signals, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
-    limits = (f"weights.deadline_s={DEADLINE}", "flow.stall_timeout_s=30")
+    limits = (f"weights.deadline_s={DEADLINE}", "flow.stall_timeout_s=30", "recovery.max_restarts=0")
     process = quickstart_runs.start(tmp_path, model, "cluster=local", "steps=500", "max_staleness=0", *limits)
     first = tmp_path / "run" / "checkpoints" / "step-1"
     deadline = time.monotonic() + 120
