@@ -2,6 +2,7 @@
 #   make quickstart               install, then the CPU demo
 #   make test                     the tests of every day, in about ten minutes on two cores
 #   make test-all                 those and the slow ones; CI runs this, `make test-cluster` and `make lint`
+#   make test-nightly             hundreds of kills, every fault on Ray, benchmarks with vLLM: over half an hour
 #   make lint                     style, types and import contracts
 #   make docs                     docs/ as a site in site/; a broken link fails
 #   make test-cluster             `ray up` of three nodes on loopback addresses, as root
@@ -20,7 +21,7 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SOAK_MINUTES ?= 30
 
-.PHONY: install quickstart test test-all test-cluster test-kernels test-gpu soak docs lint format
+.PHONY: install quickstart test test-all test-nightly test-cluster test-kernels test-gpu soak docs lint format
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -33,10 +34,13 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 ELSEWHERE := not gpu and not multi_gpu and not cluster
 
 test: $(VENV)/.installed-test
-	@$(PYTEST) -m "$(ELSEWHERE) and not slow" $(ARGS)
+	@$(PYTEST) -m "$(ELSEWHERE) and not slow and not nightly" $(ARGS)
 
 test-all: $(VENV)/.installed-test $(VENV)/.installed-docs
-	@$(PYTEST) -o faulthandler_timeout=1900 -m "$(ELSEWHERE)" $(ARGS)
+	@$(PYTEST) -o faulthandler_timeout=1900 -m "$(ELSEWHERE) and not nightly" $(ARGS)
+
+test-nightly: $(VENV)/.installed-test
+	@$(PYTEST) -o faulthandler_timeout=1900 -m nightly $(ARGS)
 
 # In namespaces of its own: `ray stop` and `ray down` end every Ray that they see. -rs says why, where it is skipped.
 test-cluster: $(VENV)/.installed-test

@@ -33,7 +33,7 @@ def test_thirty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     assert crash(tmp_path / "run", kills=30, seed=7)["steps"] > 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_two_hundred_kills_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:

@@ -55,7 +55,7 @@ def test_a_run_survives_and_a_verdict_that_fails_names_the_command_that_repeats_
     assert "must not exist yet" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kinds", "rounds", "steps"), [("kill", 30, 120), (ALL, 24, 120)])
 def test_every_role_on_ray(tmp_path: Path, model: Path, kinds: str, rounds: int, steps: int) -> None:

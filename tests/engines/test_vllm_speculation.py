@@ -10,7 +10,7 @@ from tests.support.real_vllm import needs_vllm
 
 
 @needs_vllm
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_benchmark_measures_plain_decoding_fixed_depths_and_the_bandit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

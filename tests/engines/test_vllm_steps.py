@@ -107,7 +107,7 @@ def test_a_request_is_lost_before_it_has_wrong_log_probabilities(logprobs: Logpr
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_the_benchmark_tells_what_a_step_takes_of_each_process(capfd: pytest.CaptureFixture[str]) -> None:
     vllm_host.main(["--requests", "4", "--tokens", "8"])
