@@ -40,7 +40,7 @@ def run(root: Path, model: Path, *overrides: str) -> str:
 def resume(directory: Path) -> str:
     """On Ray in a process of its own: Ray reads whom it lets in when it is imported, and others import it here."""
     if from_yaml(directory / "config.yaml").cluster != "inprocess":
-        return finish(start_resume(directory))
+        return finish(start_resume(directory), timeout=200)
     return _succeeded("resume", str(directory))
 
 
