@@ -80,7 +80,7 @@ class DivergenceError(AsyncRLError, ArithmeticError):
 
 
 class Fp8Error(DivergenceError):
-    """Answers in FP8 are further off than the run allows, which is to start again without FP8."""
+    """Completions in FP8 are further off than the run allows, which is to start again without FP8."""
 
 
 class ClusterError(AsyncRLError, ConnectionError):

@@ -77,7 +77,7 @@ class WeightAck(msgspec.Struct, frozen=True, array_like=True):
     version: int
     digest: str
     reprefilled_tokens: int = 0
-    """Tokens of running answers whose keys and values are computed again under the new weights."""
+    """Tokens of running completions whose keys and values are computed again after a weight update."""
     probe_gap: float | None = None
     """Mean difference to the log-probabilities of the manifest's probe, if it has one."""
 
@@ -153,7 +153,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One finished answer. Times are seconds of the wall clock."""
+    """One finished sample. Times are seconds of the wall clock."""
 
     slot: Slot
     prompt: str
@@ -201,7 +201,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A question with what its reward needs to judge an answer."""
+    """A prompt, and `answer`: the reference that its reward compares a completion with."""
 
     uid: str
     text: str
@@ -224,7 +224,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to an append: durable at the configured level, or why it was not kept."""
+    """The result of an append: durable at the configured level, or why it was not kept."""
 
     slot: Slot
     status: Literal["stored", "duplicate", "dropped"]
@@ -288,9 +288,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One answer to be generated.
+    """One completion to be generated.
 
-    A partial answer is resumed by naming how many of the last `tokens` were already sampled: they count towards
+    A partial completion is resumed by naming how many of the last `tokens` were already sampled: they count towards
     `max_tokens`, and the random stream of `seed` goes on where it stopped.
     """
 
@@ -338,7 +338,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preempted: int = 0
     """Requests that lost their place in the KV cache and were computed again."""
     drafts: int = 0
-    """Steps of single answers that verified a draft."""
+    """Steps of single completions that verified a draft."""
     drafted_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
     """Accepted draft tokens by their position in the draft."""

@@ -15,7 +15,7 @@ from pipelines.pipeline import Pipeline
 
 
 def advantages(reward_G: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Against the median, which one lucky answer does not move."""
+    """Against the median, which one lucky completion does not move."""
     return reward_G - np.median(reward_G)
 
 

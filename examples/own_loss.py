@@ -24,6 +24,6 @@ def loss(tokens: Tokens) -> Tensor:
 def weights(log_ratio_L: Tensor, samples: Samples) -> Tensor:
     """Smoothly truncated importance weights: 2 rho / (1 + rho), which is 1 on-policy and never above 2.
 
-    `samples` tells which sample and which age each token has, for corrections of whole answers; 0 rejects a token.
+    `samples` tells which sample and which age each token has, for corrections of whole completions; 0 rejects a token.
     """
     return 2 * torch.sigmoid(log_ratio_L)

@@ -17,7 +17,7 @@ def reward(prompt: str, completion: str, answer: str) -> dict[str, float]:
 
 
 def judge(samples: list[Sample]) -> list[Sample]:
-    """Short answers please it."""
+    """Short completions please it."""
     return [sample.rewarded({**sample.parts, "brief": 0.1 / sample.tokens}) for sample in samples]
 
 

@@ -11,12 +11,12 @@ from pipelines.pipeline import Pipeline
 
 
 def ended(samples: list[Sample]) -> list[Sample | Drop]:
-    """Answers that were cut off are not learned from; with one of them its group is dropped and counted."""
+    """Truncated completions are not trained on; with one of them its group is dropped and counted."""
     return [sample if sample.finished else Drop("cut_off") for sample in samples]
 
 
 async def judge(samples: list[Sample]) -> list[Sample | Drop]:
-    """Asks somebody else about all samples at once; short answers please it."""
+    """Asks somebody else about all samples at once; short completions please it."""
     opinions = await asyncio.gather(*(opinion(sample) for sample in samples))
     return [sample.rewarded(sample.reward + 0.1 * liked) for sample, liked in zip(samples, opinions, strict=True)]
 

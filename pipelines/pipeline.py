@@ -81,7 +81,7 @@ class Pipeline:
         **settings: Unpack[RunSettings],
     ) -> None:
         """`prompts`: a .jsonl or .parquet file, a directory, a dataset of the Hugging Face hub, `reasoning_gym:NAME`,
-        or anything to iterate over that gives texts, (text, answer) pairs or {prompt, answer} mappings. Without a
+        or anything to iterate over that gives texts, (text, reference) pairs or {prompt, answer} mappings. Without a
         `name` the next free `pipeline-N` is taken."""
         self._name = name or _free_name(Path(settings.get("root", "runs")))
         task = self._task(prompts)

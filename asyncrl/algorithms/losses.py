@@ -3,7 +3,7 @@
 With the advantage A_t of a token, pi the policy being trained and r_t = pi(t) / pi_prox(t):
 
     clipped    - min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)     GRPO, Dr.GRPO, DAPO, REINFORCE++, PPO
-    sequence   the same with s_i = exp(mean_t log r_t), the ratio of the whole answer, for every token        GSPO
+    sequence   the same with s_i = exp(mean_t log r_t), the ratio of the whole completion, for every token    GSPO
     plain      - r_t A_t, whose gradient at r = 1 is that of - A_t log pi(t)                                  RLOO
     capped     - sg[min(r_t, cap)] A_t log pi(t): every token keeps its gradient                              CISPO
 
@@ -31,7 +31,7 @@ def clipped(settings: Clipped, tokens: Tokens) -> Loss:
 
 
 def sequence_clipped(settings: Gspo, tokens: Tokens) -> Loss:
-    """GSPO (Zheng et al. 2025): the ratio of a whole answer, free of its length."""
+    """GSPO (Zheng et al. 2025): the ratio of a whole completion, free of its length."""
     ratio_S = tokens.samples.mean(tokens.logp_L - tokens.proximal_logp_L).exp()
     return _clipped(tokens.samples.spread(ratio_S), tokens.advantage_L, settings)
 

@@ -19,10 +19,10 @@ class Kl(Settings, frozen=True):
 
 
 class Overlong(Settings, frozen=True):
-    """Soft punishment of answers that come close to `rollout.max_tokens` (DAPO)."""
+    """Soft punishment of completions that come close to `rollout.max_tokens` (DAPO)."""
 
     penalty: NonNegative = 0.0
-    """Taken from the reward of an answer of full length; 0 turns it off."""
+    """Taken from the reward of a completion of full length; 0 turns it off."""
     margin: Fraction = 0.2
     """Share of `rollout.max_tokens`, counted from the end, over which the penalty grows from 0."""
 
@@ -94,7 +94,7 @@ class Grpo(Clipped, frozen=True, tag="grpo"):
 
 
 class DrGrpo(Clipped, frozen=True, tag="dr_grpo"):
-    """GRPO without its two biases: no division by the standard deviation, none by the answer's own length."""
+    """GRPO without its two biases: no division by the standard deviation, none by the completion's own length."""
 
     aggregation: Literal["token", "sequence", "constant"] = "constant"
 
@@ -117,7 +117,7 @@ class ReinforcePp(Clipped, frozen=True, tag="reinforce_pp"):
     kl_in_reward = True
 
     group_baseline: bool = False
-    """Take the group's mean off first, as for hard problems with several answers each."""
+    """Subtract the group's mean first, as for hard prompts with several completions each."""
 
 
 class Ppo(Clipped, frozen=True, tag="ppo"):
@@ -149,7 +149,7 @@ class Ppo(Clipped, frozen=True, tag="ppo"):
 
 
 class Gspo(Clipped, frozen=True, tag="gspo"):
-    """One ratio per answer, the geometric mean of its tokens' ratios. It clips only against the behaviour policy:
+    """One ratio per completion, the geometric mean of its tokens' ratios. It clips only against the behaviour policy:
     use it with correction=none or a preset that begins with bypass."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"

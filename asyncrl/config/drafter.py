@@ -35,7 +35,8 @@ PLAIN = Strategy(depth=0)
 
 
 class Adaptive(Settings, frozen=True, kw_only=True):
-    """A bandit chooses the strategy by the number of running answers, and plain decoding where drafting does not pay.
+    """A bandit chooses the strategy by the number of running completions, and plain decoding where drafting does not
+    pay.
 
     Strategies are tried in each range of batch sizes; the one with the most tokens per second is used.
     """
@@ -62,8 +63,8 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
     on: bool = True
     """Off: the head stays as it was loaded."""
     source: Literal["trainer", "rollout", "both"] = "trainer"
-    """Who gives hidden states: the trainer of every answer that it learns from, or the native engine on a CPU while it
-    decodes, also of groups whose rewards are all equal, which no trainer looks at. Both: half of them each."""
+    """Who gives hidden states: the trainer of every completion that it learns from, or the native engine on a CPU while
+    it decodes, also of groups whose rewards are all equal, which no trainer looks at. Both: half of them each."""
     spot: bool = True
     """Train only while the policy's trainer waits, at the lowest priority; off: all the time."""
     lr: AboveZero = 3e-3
@@ -76,7 +77,7 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
     hidden_weight: NonNegative = 0.5
     """Of SmoothL1 between the head's state and the target's (EAGLE only)."""
     window_tokens: Positive = 512
-    """Longest stretch of one answer that is kept."""
+    """Longest stretch of one completion that is kept."""
     tokens_per_step: Positive = 2048
     """Hidden states streamed per training step, at most."""
     passes: Positive = 4
@@ -195,7 +196,7 @@ class Drafting(DrafterBase, frozen=True, kw_only=True):
 
 
 class NgramDrafter(Drafting, frozen=True, kw_only=True, tag="ngram"):
-    """Drafts what followed the last few tokens earlier in the same text, or in answers to the same prompt."""
+    """Drafts what followed the last few tokens earlier in the same text, or in completions to the same prompt."""
 
     min_match: Positive = 2
     max_match: Positive = 4

@@ -18,7 +18,7 @@ Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM
 
 
 class EngineBase(Chosen, frozen=True, kw_only=True):
-    """What the rest of the code asks about an engine; the answers here are those of an engine that can do nothing."""
+    """What the rest of the code asks about an engine; the defaults here are those of an engine that can do nothing."""
 
     has_model: ClassVar[bool] = True
     """Off: it writes no text and reads no weights, so there is nothing to probe, to draft for or to converse with."""
@@ -62,7 +62,7 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
 
     @property
     def length_limit(self) -> int | None:
-        """Longest prompt plus answer, in tokens."""
+        """Longest prompt plus completion, in tokens."""
         return None
 
     # Number formats.
@@ -116,7 +116,7 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     max_batch: Positive = 128
     """Rows decoded together; further requests wait."""
     max_length: Positive = 4096
-    """Longest prompt plus answer, in tokens."""
+    """Longest prompt plus completion, in tokens."""
     prefill_chunk: Positive = 1024
     """Prompt tokens computed per step beside the decoding rows."""
     threads: Positive = 1
@@ -181,7 +181,7 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
     max_batch: Positive = 256
     """Requests decoded together; further ones wait."""
     max_length: Positive = 4096
-    """Longest prompt plus answer, in tokens."""
+    """Longest prompt plus completion, in tokens."""
     prefill_chunk: Positive = 8192
     """Tokens computed per step, prompts and decoding rows together."""
     memory: Probability = 0.45

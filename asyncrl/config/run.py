@@ -75,7 +75,7 @@ ModelSource = Checkpoint | WarmStart
 
 
 class Rollout(RolloutPrecision, frozen=True):
-    """How answers are generated."""
+    """How completions are generated."""
 
     replicas: Positive = 1
     """Engines; with `elastic.max` those that the run begins with."""
@@ -85,7 +85,7 @@ class Rollout(RolloutPrecision, frozen=True):
     top_p: Probability = 1.0
     top_k: Natural = 0
     on_update: Literal["keep", "recompute"] = "keep"
-    """Running answers at a weight update: keep their old keys and values, or prefill them again."""
+    """Running completions at a weight update: keep their old keys and values, or prefill them again."""
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
@@ -113,7 +113,7 @@ class Sentinel(Settings, frozen=True):
     max_kl: NonNegative = 0.5
     """Largest |mismatch_kl| of a step; 0 turns it off."""
     on_fp8: Literal["stop", "fall_back", "restart"] = "stop"
-    """At that KL with answers sampled in FP8: end the run, go on without FP8 from the next version on, or start the
+    """At that KL with completions sampled in FP8: end the run, go on without FP8 from the next version on, or start the
     engines again without FP8, from the last checkpoint."""
     max_skipped: Positive = 3
     """Steps in a row whose loss or gradient is not finite."""
@@ -156,7 +156,7 @@ class Evaluation(Settings, frozen=True):
     """Steps between two evaluations; the first and the last step are always evaluated."""
     prompts: Natural = 256
     right_from: float = 1.0
-    """An answer counts as right from this reward on."""
+    """A completion counts as right from this reward on."""
 
 
 class Run(Settings, frozen=True):

@@ -63,7 +63,7 @@ class Columns(TaskBase, frozen=True):
     prompt: str = "prompt"
     """A text, or a chat as a list of {role, content} that ends with the user."""
     answer: str = ""
-    """What the reward is given as `answer`; empty: the column `answer`, if there is one."""
+    """Column of the reference, which the reward gets as `answer`; empty: `answer`, if there is such a column."""
     held_out: HeldOut = 0.05
     """Share of the rows kept for evaluation."""
 
@@ -99,7 +99,7 @@ class PythonTask(TaskBase, frozen=True, tag="python"):
 
     function: str
     """`package.module:function` or `path/to/file.py:function`, called without arguments: returns an iterable of texts,
-    (text, answer) pairs, {prompt, answer} mappings or Prompts."""
+    (text, reference) pairs, {prompt, answer} mappings or Prompts."""
     held_out: HeldOut = 0.05
     """Share kept for evaluation; of what has no length one text in eight is kept."""
 
@@ -130,7 +130,7 @@ class CodeTask(TaskBase, frozen=True, tag="code"):
     held_out: HeldOut = 0.05
     """Share of the file kept for evaluation."""
     limits: Limits = Limits()
-    """What the program of one answer may use."""
+    """What the program of one completion may use."""
 
     def check(self, run: "Run") -> None:
         """Also a reward that would be killed over programs that are merely slow."""
@@ -144,7 +144,7 @@ class CodeTask(TaskBase, frozen=True, tag="code"):
 
 
 class ReasoningGymTask(TaskBase, frozen=True, tag="reasoning_gym"):
-    """Questions of a reasoning-gym dataset, which also judges the answers; needs the extra `reasoning`."""
+    """Prompts of a reasoning-gym dataset, which also judges the completions; needs the extra `reasoning`."""
 
     judge = "asyncrl.tasks.reasoning_gym:graded_reward"
 
@@ -153,9 +153,9 @@ class ReasoningGymTask(TaskBase, frozen=True, tag="reasoning_gym"):
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Settings of the generator, such as {max_terms: 3}."""
     instruction: str = "Give your final answer between <answer> and </answer>."
-    """Added to every question on a line of its own."""
+    """Added to every prompt on a line of its own."""
     examples: Natural = 0
-    """Solved questions shown before each one, as earlier turns of the chat."""
+    """Solved prompts shown before each one, as earlier turns of the chat."""
 
     def check(self, run: "Run") -> None:
         if self.examples and not run.rollout.chat:

@@ -112,7 +112,7 @@ def _now(form: str) -> str:
 
 
 class Tokenizer:
-    """A tokenizer, the ids that end an answer and the chat template, if there is one."""
+    """A tokenizer, the ids that end a completion and the chat template, if there is one."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, eos_ids: tuple[int, ...], chat: ChatTemplate | None = None
@@ -198,7 +198,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def save_character_tokenizer(directory: str | Path, characters: str, eos: str, max_length: int) -> Tokenizer:
     """Write a tokenizer with one token per character, padding as id 0 and `eos` as id 1, in Hugging Face layout.
 
-    The end is no special token to `tokenizers`, so decoded answers show whether they came to one.
+    The end is no special token to `tokenizers`, so decoded completions show whether they came to one.
     """
     vocabulary = {token: i for i, token in enumerate([PAD, eos, *characters])}
     # Without an unknown token a foreign character is refused, not replaced.

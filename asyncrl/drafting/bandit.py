@@ -1,6 +1,6 @@
-"""Which strategy to draft with, by the number of running answers: epsilon-greedy on tokens per second, per range.
+"""Which strategy to draft with, by the number of running completions: epsilon-greedy on tokens per second, per range.
 
-**Rate.** What counts is the tokens per second of one answer: the mean of its tokens per step over the mean of the
+**Rate.** What counts is the tokens per second of one completion: the mean of its tokens per step over the mean of the
 steps' seconds. Tokens are bounded (1 to depth + 1), so their mean is safe; seconds are not, and one slow step must
 not matter, so the longest and the shortest tenth are left out. A median would leave out too much: plain steps are of
 two kinds, with and without new prompts, while a step with drafts takes as many prompts as several plain ones.
@@ -30,13 +30,13 @@ from asyncrl.types import SpeculationArm
 SETTLE = 2
 """Steps after a switch that are not counted."""
 RUN_ANSWERS, SHORTEST_RUN, LONGEST_RUN = 64, 8, 32
-"""An arm is tried until it has decoded so many answers' steps, within bounds of steps."""
+"""An arm is tried until it has decoded so many completions' steps, within bounds of steps."""
 FEWEST = 4
 """Counted steps without which an arm has no figures."""
 TRIES = 3
 """Runs after which an arm that got no figures, as no step could be counted, is given up."""
 ACCEPTANCE_ANSWERS = 256
-"""Acceptance is averaged over the last window of steps, and over the steps of so many answers at least."""
+"""Acceptance is averaged over the last window of steps, and over the steps of so many completions at least."""
 BETTER = 1.02
 """The arm in use is left for one that is so much better."""
 CAUTION, LEAST_SHARE = 6, 1 / 8
@@ -53,14 +53,14 @@ class Arm(msgspec.Struct):
     """Their mean, without the extremes."""
     tokens: float = 0.0
     answers: float = 0.0
-    """Tokens of answers' steps, both fading."""
+    """Tokens of completions' steps, both fading."""
     steps: int = 0
     """Counted ones since the start."""
     runs: int = 0
 
     @property
     def rate(self) -> float:
-        """Tokens per second of one answer; 0 without figures."""
+        """Tokens per second of one completion; 0 without figures."""
         return self.tokens / self.answers / self.pace if len(self.seconds) >= FEWEST else 0.0
 
     def look_again(self) -> None:
@@ -76,7 +76,7 @@ class Range(msgspec.Struct):
     first: int
     arms: list[Arm]
     batch: float = 0.0
-    """Usual batch size, to turn the rate of one answer into that of all."""
+    """Usual batch size, to turn the rate of one completion into that of all."""
     best: int = 0
     trying: int = 0
     left: int = 0
@@ -97,7 +97,7 @@ class Bandit:
         self._settled = 0
 
     def choose(self, batch: int) -> Strategy:
-        """What to draft with in the next step, in which `batch` answers run."""
+        """What to draft with in the next step, in which `batch` completions run."""
         here = self._range(batch)
         if here.left == 0:
             index = self._arm_to_try(here, batch)
@@ -109,7 +109,7 @@ class Bandit:
         return here.arms[here.trying].strategy
 
     def record(self, batch: int, strategy: Strategy, tokens: int, seconds: float) -> None:
-        """One step of `batch` answers under `strategy` gave `tokens` in `seconds`."""
+        """One step of `batch` completions under `strategy` gave `tokens` in `seconds`."""
         self._settled = self._settled + 1 if strategy == self._counted else 0
         self._counted = strategy
         if self._settled < SETTLE or seconds <= 0:

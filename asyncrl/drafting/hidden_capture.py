@@ -1,11 +1,12 @@
 """Hidden states for the drafter, taken out of the steps in which an engine decodes: no forward is made for them.
 
-An answer is chosen before it begins, since its states must be kept as they come. How long it will be is not known then,
-so its longest possible length is set aside, and what it leaves over is given back: whether an answer is chosen never
-depends on its own length.
+A completion is chosen before it begins, since its states must be kept as they come. How long it will be is not known
+then, so its longest possible length is set aside, and what it leaves over is given back: whether a completion is chosen
+never depends on its own length.
 
-Every state belongs to the version whose weights computed it. An answer that went through a weight update gives a window
-for each version, and none whose states are of two. Axis suffixes: T tokens, X final hidden state and taps side by side.
+Every state belongs to the version whose weights computed it. A completion that went through a weight update gives a
+window for each version, and none whose states are of two. Axis suffixes: T tokens, X final hidden state and taps side
+by side.
 """
 
 import random
@@ -26,27 +27,28 @@ SHORTEST = 2
 
 
 class Budget:
-    """Which answers of a training step one source gives: each with the same chance, which follows from the step before.
+    """Which completions of a training step one source gives: each with the same chance, which follows from the step
+    before.
 
-    A step has more tokens than the drafter may get. First come, first served would take short answers, which are
+    A step has more tokens than the drafter may get. First come, first served would take short completions, which are
     complete first.
     """
 
     def __init__(self, tokens: int, longest: int, seed: int) -> None:
-        """`tokens` of a step are given, at most one answer more; `longest` of one answer."""
+        """`tokens` of a step are given, at most one completion more; `longest` of one completion."""
         self._tokens, self._longest = tokens, longest
         self._random = random.Random(seed)
         self._chance = 1.0
         self._offered, self._left = 0, tokens
 
     def begin_step(self, promised: int = 0) -> None:
-        """`promised` tokens of answers that were chosen before are still to come."""
+        """`promised` tokens of completions that were chosen before are still to come."""
         if self._offered > 0:
             self._chance = min(1.0, self._tokens / self._offered)
         self._offered, self._left = 0, self._tokens - promised
 
     def chooses(self, tokens: int) -> bool:
-        """Whether to take an answer of so many tokens."""
+        """Whether to take a completion of so many tokens."""
         given = min(tokens, self._longest)
         self._offered += given
         if self._left <= 0 or self._random.random() >= self._chance:
@@ -55,13 +57,13 @@ class Budget:
         return True
 
     def correct(self, offered: int, left: int) -> None:
-        """An answer that was `offered` before its end was known is so much shorter; so much more may be taken."""
+        """A completion that was `offered` before its end was known is so much shorter; so much more may be taken."""
         self._offered -= offered
         self._left += left
 
 
 class Part(NamedTuple):
-    """What one step computed of an answer."""
+    """What one step computed of a completion."""
 
     version: int
     start: int
@@ -80,7 +82,7 @@ class Part(NamedTuple):
 
 
 class Tapped:
-    """The last states of one answer, at least `longest` of them."""
+    """The last states of one completion, at least `longest` of them."""
 
     def __init__(self, longest: int, promised: int) -> None:
         self._longest, self.promised = longest, promised
@@ -120,7 +122,7 @@ class Tapped:
 
 
 class RolloutTap:
-    """Between a rollout actor, which says what answers there are, and its engine, which gives their states."""
+    """Between a rollout actor, which says what completions there are, and its engine, which gives their states."""
 
     def __init__(
         self,
@@ -147,13 +149,13 @@ class RolloutTap:
         self._budget.begin_step(sum(tapped.promised for tapped in self.tapped.values()))
 
     def offer(self, request: str, most: int) -> None:
-        """An answer begins, which with its prompt will have `most` tokens at most."""
+        """A completion begins, which with its prompt will have `most` tokens at most."""
         most = self._offered[request] = min(most, self._longest)
         if self._budget.chooses(most):
             self.tapped[request] = Tapped(self._longest, most)
 
     def end(self, request: str, trajectory: Trajectory | None) -> list[Window]:
-        """The windows of an answer, which are given once; without its trajectory it came to nothing."""
+        """The windows of a completion, which are given once; without its trajectory it came to nothing."""
         offered, tapped = self._offered.pop(request, None), self.tapped.pop(request, None)
         if offered is None:
             return []

@@ -1,9 +1,9 @@
 """The hidden-state buffer: a bounded number of bytes, of which the oldest go first.
 
-Short answers are complete first. A head trained on whatever is there would see them mostly, and it is long answers
-that it must speed up. So the longest quarter of the step before stays until nothing else is left to drop, and fills
-half of every batch. Answers to some prompts judge the head and are never trained on; a hash of the group decides,
-so the split is the same in every process and for every answer to one prompt.
+Short completions are complete first. A head trained on whatever is there would see them mostly, and it is long
+completions that it must speed up. So the longest quarter of the step before stays until nothing else is left to drop,
+and fills half of every batch. Completions to some prompts judge the head and are never trained on; a hash of the group
+decides, so the split is the same in every process and for every completion to one prompt.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ import xxhash
 from asyncrl.drafting.windows import Window
 
 LONG_QUANTILE = 0.75
-"""Answers of the step before that are at least this long, among its others, are long."""
+"""Completions of the step before that are at least this long, among its others, are long."""
 LONG_SHARE = 0.5
 """Of a batch's tokens."""
 
@@ -65,7 +65,8 @@ class HiddenStates:
             self._count(window, 1)
 
     def batch(self, tokens: int) -> list[Window]:
-        """At least so many tokens to train on, if there are as many: half of them long answers of the step before."""
+        """At least so many tokens to train on, if there are as many: half of them long completions of the step
+        before."""
         trained = [window for window in self._held.values() if not self.is_held_out(window)]
         long = [window for window in trained if self._is_kept(window)]
         chosen = self._draw(long, round(tokens * LONG_SHARE))

@@ -1,4 +1,4 @@
-"""Windows: stretches of answers with what the target made of them, which is all that a drafting head learns from.
+"""Windows: stretches of completions with what the target made of them, which is all that a drafting head learns from.
 
 At position t of a window lie token t, the target's final hidden state there (whose logits are those of token t+1),
 and for EAGLE-3 the residual stream at the taps. Windows travel as Arrow record batches of raw bytes, so that no number
@@ -45,7 +45,7 @@ class Window:
     version: int
     """Of the policy whose hidden states these are."""
     answer_length: int
-    """Sampled tokens of the whole sample: short answers come first, and training must not see only them."""
+    """Sampled tokens of the whole sample: short completions come first, and training must not see only them."""
     start: int
     """Position of the first token in its sample."""
     tokens_T: Tensor

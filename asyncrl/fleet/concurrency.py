@@ -62,7 +62,7 @@ class InFlightLimit:
 
     def _pays(self, rate: float) -> bool:
         """Whether the last raise brought more tokens per second. If not it is taken back, until the engine gives more
-        than it ever did at that limit: its answers may have become another kind."""
+        than it ever did at that limit: its completions may have become another kind."""
         if self._raised is None:
             return True
         if rate > self._raised.rate * (1 + self._settings.worth):

@@ -87,7 +87,7 @@ class Fp8Source:
 
 
 class Fp8Publication:
-    """Keeps the last answers trained on, to find with the new weights what their keys and values need."""
+    """Keeps the last completions trained on: each new version computes from them the scales of keys and values."""
 
     def __init__(self, run: Run, model: ModelConfig) -> None:
         self._numerics = numerics(run.rollout.precision, run.rollout.fp8)
@@ -106,7 +106,7 @@ class Fp8Publication:
         return inner if found is None or not self.quantizes else Fp8Source(inner, self._layers, found.fp8)
 
     def see(self, samples: Iterable[Ints]) -> None:
-        """What was trained on: prompts with their answers."""
+        """What was trained on: prompts with their completions."""
         if not self._finds_scales:
             return
         for tokens in samples:

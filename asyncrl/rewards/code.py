@@ -1,6 +1,6 @@
-"""Rewards for programs: the last fenced block of Python in the answer is run on every test, in a sandbox.
+"""Rewards for programs: the last fenced block of Python in the completion is run on every test, in a sandbox.
 
-The program sees the inputs. What it must answer stays here, and so does the comparison.
+The program sees the inputs. The expected output stays here, and so does the comparison.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The pace of a recorded run's engines, found in their answers alone.
+"""The pace of a recorded run's engines, found in their completions alone.
 
-When each answer began and ended says how many rows b the batch had at every moment, and the trainer's spans say when it
-was at work (a = 1) or not (a = 0). If a step takes (s + r * b) * (1 + f * a) seconds, an answer has gained
+When each completion began and ended says how many rows b the batch had at every moment, and the trainer's spans say
+when it was at work (a = 1) or not (a = 0). If a step takes (s + r * b) * (1 + f * a) seconds, a completion has gained
 
     L = the integral of dt / ((s + r * b(t)) * (1 + f * a(t)))
 
@@ -30,16 +30,16 @@ class _Course(NamedTuple):
 
     seconds: Floats
     rows: Floats
-    """Answers in the batch."""
+    """Completions in the batch."""
     trains: Floats
     """1 where the trainer was at work, else 0."""
     begin: NDArray[np.intp]
     end: NDArray[np.intp]
-    """The moments in which each answer that counts got its row and was finished."""
+    """The moments in which each completion that counts got its row and was finished."""
     tokens: Floats
 
     def during(self, rate: Floats) -> Floats:
-        """What comes together while each answer is in the batch."""
+        """What comes together while each completion is in the batch."""
         passed = np.concatenate([[0.0], np.cumsum(self.seconds * rate)])
         return passed[self.end] - passed[self.begin]
 
@@ -54,14 +54,14 @@ class Decoding:
         trained: Iterable[tuple[float, float]] = (),
         since: float = -inf,
     ) -> None:
-        """`trained`: when the trainer was at work. Answers that got their row before `since` do not count."""
+        """`trained`: when the trainer was at work. Completions that got their row before `since` do not count."""
         self._max_batch = max_batch
         spans = np.array(sorted(trained), np.float64).reshape(-1, 2)
         self._courses = [_course(own, max_batch, spans, since) for own in by_engine(samples).values()]
         self._tokens = np.concatenate([course.tokens for course in self._courses])
 
     def slowdown(self) -> float | None:
-        """f; None where answers had about the same share of the trainer's company, which tells nothing."""
+        """f; None where completions had about the same share of the trainer's company, which tells nothing."""
         together = np.concatenate([course.during(course.trains) for course in self._courses])
         seconds = np.concatenate([course.during(np.ones_like(course.trains)) for course in self._courses])
         if len(seconds) < POINTS or (together / np.maximum(seconds, SHORTEST)).std() < APART:
@@ -91,7 +91,7 @@ class Decoding:
         return len(ratio) - float(ratio.sum()) ** 2 / max(float(ratio @ ratio), SHORTEST)
 
     def _gained(self, share: float, slowdown: float) -> Floats:
-        """Tokens of each answer, if a full step takes a second alone."""
+        """Tokens of each completion, if a full step takes a second alone."""
         return np.concatenate(
             [
                 course.during(
@@ -125,7 +125,7 @@ def _course(samples: Sequence[Sample], max_batch: int, trained: Floats, since: f
 
 
 def _entered(samples: Sequence[Sample], max_batch: int) -> Floats:
-    """When each answer got its row: at once, or when one of a full batch was finished; first come, first served."""
+    """When each completion got its row: at once, or when one of a full batch was finished; first come, first served."""
     entered = np.zeros(len(samples))
     running: list[float] = []
     for i in sorted(range(len(samples)), key=lambda i: samples[i].started):

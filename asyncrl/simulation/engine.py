@@ -1,7 +1,7 @@
-"""One engine: a batch of answers that all gain tokens at the same pace.
+"""One engine: a batch of completions that all gain tokens at the same pace.
 
 Between two events nothing changes, so no token is simulated. As in the fake engine there is one clock for all rows,
-here `progress`, the tokens that a row would have gained since the start: an answer that joins at p with n tokens to
+here `progress`, the tokens that a row would have gained since the start: a completion that joins at p with n tokens to
 come is finished at p + n. With b rows and c tokens of context a step takes step(b) + k * c, and c grows by b with each
 token, so d more tokens take
 
@@ -33,7 +33,7 @@ class Answer:
     def __init__(self, group: int, sample: int, length: int, prompt: int) -> None:
         self.group, self.sample, self.length, self.prompt = group, sample, length, prompt
         self.prefill = 0.0 if sample else prompt
-        """Tokens to compute before it goes on; the answers of a group share their prompt's."""
+        """Tokens to compute before it goes on; the completions of a group share their prompt's."""
         self.done = 0.0
         """Tokens that it had when it last joined or left a batch."""
         self.due = 0.0
@@ -88,7 +88,7 @@ class SimulatedEngine:
         self.running = 0
         self.generated = 0.0
         self.busy_seconds = 0.0
-        """With at least one answer in the batch."""
+        """With at least one completion in the batch."""
         self.row_seconds = 0.0
         self._pace, self._clock, self._finished, self._busy = pace, clock, finished, busy
         self._was_busy = False
@@ -120,14 +120,14 @@ class SimulatedEngine:
         self._schedule()
 
     def serve(self, version: int, *, recompute: bool) -> None:
-        """New weights; running answers keep their keys and values, or have them computed again."""
+        """A weight update; running completions keep their keys and values, or have them computed again."""
         self._advance()
         self.version = version
         if recompute:
             self.stand_still(self._context * self._pace.per_prefilled * self._stretch)
 
     def withdraw(self, which: Callable[[Answer], bool]) -> list[Answer]:
-        """Take answers out, running or not; they know how far they came."""
+        """Take completions out, running or not; they know how far they came."""
         self._advance()
         queued = [answer for answer in self.waiting if which(answer)]
         running = [entry[-1] for entry in self._due if which(entry[-1])]
@@ -183,7 +183,7 @@ class SimulatedEngine:
             self.running += 1
 
     def _schedule(self) -> None:
-        """The next answer to be finished, if nobody joins or leaves before."""
+        """The next completion to be finished, if nobody joins or leaves before."""
         self._events += 1
         if self._busy is not None and self._was_busy != bool(self._due):
             self._was_busy = not self._was_busy

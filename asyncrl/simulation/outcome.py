@@ -19,9 +19,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: float
     """The same per step: exposed generation."""
     rollout_idle: float
-    """Share of the engines' time without a single answer."""
+    """Share of the engines' time without a single completion."""
     batch_mean: float
-    """Answers decoded together by an engine that is not idle."""
+    """Completions decoded together by an engine that is not idle."""
     staleness_mean: float
     staleness_max: int
 

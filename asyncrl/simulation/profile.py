@@ -27,25 +27,25 @@ BLOCK = 512
 
 
 class LogNormal(Settings, frozen=True, tag_field="type", tag="lognormal"):
-    """Answers as those of the fake engine: half of them are shorter than `median`, and the tail is long."""
+    """Completions as those of the fake engine: half of them are shorter than `median`, and the tail is long."""
 
     median: AboveZero = 16.0
     sigma: NonNegative = 0.8
     between: Fraction = 0.0
-    """Share of the variance that lies between prompts: at 1 the answers of a group are equally long."""
+    """Share of the variance that lies between prompts: at 1 the completions of a group are equally long."""
 
 
 class Fixed(Settings, frozen=True, tag_field="type", tag="fixed"):
-    """Every answer has as many tokens."""
+    """Every completion has as many tokens."""
 
     tokens: Positive
 
 
 class Recorded(Settings, frozen=True, tag_field="type", tag="recorded"):
-    """Groups as they were in a run, one after the other: hard prompts stay hard for all their answers."""
+    """Groups as they were in a run, one after the other: hard prompts stay hard for all their completions."""
 
     groups: Annotated[tuple[Annotated[tuple[Positive, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
-    """Lengths of the answers of each recorded group."""
+    """Lengths of the completions of each recorded group."""
 
 
 class Affine(Settings, frozen=True, tag_field="type", tag="affine"):
@@ -82,7 +82,7 @@ class Speculation(Settings, frozen=True):
     """Drafts: each step gives several tokens and takes longer."""
 
     accepted: Annotated[float, Meta(ge=1)] = 1.0
-    """Tokens per step and answer, the policy's own included."""
+    """Tokens per step and completion, the policy's own included."""
     cost: Annotated[float, Meta(ge=1)] = 1.0
     """Time of a step that drafts and checks, relative to a plain one of the same batch."""
     up_to_batch: Natural = 0
@@ -95,11 +95,12 @@ class EngineCost(Settings, frozen=True):
     gpus: Positive = 1
     """That one engine takes."""
     max_batch: Positive = 256
-    """Answers decoded together; further ones wait in the engine."""
+    """Completions decoded together; further ones wait in the engine."""
     step: Affine | Table = Affine()
-    """A decoding step by the number of answers in it, without what their length adds."""
+    """A decoding step by the number of completions in it, without what their length adds."""
     per_context_token: NonNegative = 0.0
-    """Added to a step for each token, given or sampled, that the answers in it have so far: reading the KV cache."""
+    """Added to a step for each token, given or sampled, that the completions in it have so far: reading the KV
+    cache."""
     per_prefilled_token: NonNegative = 0.0
     """The engine stands still for it: each prompt, and all again after an update with on_update=recompute."""
     speculation: Speculation = Speculation()
@@ -143,7 +144,7 @@ class RewardCost(Settings, frozen=True):
     gather: NonNegative | None = None
     """Finished completions of one engine wait this long for others; none: as in a run, longer with many engines."""
     seconds: NonNegative = 0.0
-    """Of one worker for one answer; `reward.workers` of the run share them."""
+    """Of one worker for one completion; `reward.workers` of the run share them."""
     latency: NonNegative = 0.0
     """Of the way there."""
 
@@ -162,7 +163,7 @@ class Profile(Settings, frozen=True):
     """Everything that is not in the run's own settings."""
 
     lengths: LogNormal | Fixed | Recorded = LogNormal()
-    """Sampled tokens of an answer; `rollout.max_tokens` of the run cuts it."""
+    """Sampled tokens of a completion; `rollout.max_tokens` of the run cuts it."""
     prompt_tokens: Natural = 0
     engine: EngineCost = EngineCost()
     trainer: TrainerCost = TrainerCost()
@@ -214,7 +215,7 @@ class Answers:
         self._block = cache(self._draw)
 
     def of(self, group: int) -> tuple[list[int], bool]:
-        """Tokens of each answer, and whether their rewards differ."""
+        """Tokens of each completion, and whether their rewards differ."""
         lengths, informative = self._block(group // BLOCK)
         return lengths[group % BLOCK], informative[group % BLOCK]
 

@@ -82,7 +82,7 @@ def read_publications(events: Events) -> dict[int, Publication]:
 
 
 def complete(samples: Iterable[Sample], size: int) -> dict[int, list[Sample]]:
-    """Groups by number, of answers that have tokens."""
+    """Groups by number, of completions that have tokens."""
     found: dict[int, list[Sample]] = {}
     for sample in samples:
         found.setdefault(sample.group, []).append(sample)
@@ -97,7 +97,8 @@ def by_engine(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def sent(samples: Iterable[Sample], gather: float) -> dict[int, float]:
-    """When the last answer of each group left its engine: finished ones wait for others, as in the delivery queue."""
+    """When the last completion of each group left its engine: finished ones wait for others, as in the delivery
+    queue."""
     found: dict[int, float] = {}
     for own in by_engine(samples).values():
         leaves = -1.0

@@ -1,5 +1,5 @@
-"""The engines of a simulated run: tickets are distributed as `pipelines.fleet.engine_pool` does, finished answers go
-the way of `actors.rollout.delivery` into the real buffer."""
+"""The engines of a simulated run: tickets are distributed as `pipelines.fleet.engine_pool` does, finished completions
+go the way of `actors.rollout.delivery` into the real buffer."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -77,7 +77,7 @@ class Rollouts:
         self._gather = gather_seconds(max(len(self.engines), self._run.elastic.max)) if fixed is None else fixed
 
     def leave(self, engines: int) -> None:
-        """The newest go; their answers are continued elsewhere, from where they are."""
+        """The newest go; their completions are continued elsewhere, from where they are."""
         left = [self.engines.pop(number) for number in sorted(self.engines)[-engines:]]
         shares: dict[int, list[Answer]] = {}
         for engine in left:

@@ -1,7 +1,8 @@
-"""Chains of small additions with labels, and the rewards that check every step of a worked answer.
+"""Chains of small additions with labels, and the rewards that check every step of a worked completion.
 
-The prompt `a3b+2c-1=` starts at 3, adds 2 and takes away 1. The answer repeats each step and appends the running
-value, which always is one digit: `a3b+25c-14$`. Lengths are long-tailed, so one step of RL has short and long answers.
+The prompt `a3b+2c-1=` starts at 3, adds 2 and takes away 1. The right completion repeats each step and appends the
+running value, which always is one digit: `a3b+25c-14$`. Lengths are long-tailed, so one step of RL has short and long
+completions.
 """
 
 import math
@@ -15,7 +16,7 @@ from asyncrl.tasks.base import Split, is_held_out
 from asyncrl.types import Prompt
 
 END = "$"
-"""Ends every answer: the stop token."""
+"""Ends every completion: the stop token."""
 CHARACTERS = digits + ascii_lowercase + "+-="
 MIN_SIZE = 2
 MAX_OPERAND = 3
@@ -37,7 +38,7 @@ class Chain(msgspec.Struct, frozen=True):
         return "".join(self.steps) + "="
 
     def worked(self, written: tuple[int, ...]) -> str:
-        """The answer in which the step i ends with the value `written[i]`."""
+        """The completion in which the step i ends with the value `written[i]`."""
         first, *rest = self.steps
         return first + "".join(f"{step}{value}" for step, value in zip(rest, written[1:], strict=True)) + END
 
@@ -93,7 +94,7 @@ def reward(prompt: str, completion: str, answer: str) -> float:
 
 
 def graded_reward(prompt: str, completion: str, answer: str) -> float:
-    """Share of the steps that are right before the first mistake; 1 only for the whole answer."""
+    """Share of the steps that are right before the first mistake; 1 only for the whole completion."""
     right = _leading_equal(completion, answer)
     # Two characters of start, four for each step, one at the end.
     done = 0 if right < 2 else (right + 2) // 4 + (completion == answer)

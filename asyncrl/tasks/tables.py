@@ -141,7 +141,7 @@ class Lines(Rows, ABC):
 
 
 class Jsonl(Lines):
-    """Questions and, where the reward needs them, answers."""
+    """Prompts and, where the reward needs them, references."""
 
     def __init__(self, settings: JsonlTask, seed: int) -> None:
         self._columns = settings

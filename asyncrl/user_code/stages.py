@@ -22,11 +22,11 @@ REASON = re.compile(r"[a-z0-9_]{1,40}")
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A finished answer with its reward."""
+    """A finished sample with its reward."""
 
     prompt: str
     completion: str
-    """What the reward was given: the answer, or the model's last turn."""
+    """What the reward got: the completion, or the model's last turn."""
     answer: str
     trajectory: Trajectory
     """Tokens, log-probabilities, versions, times."""

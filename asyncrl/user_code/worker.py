@@ -1,7 +1,7 @@
 """The child that calls a function of the user's: `python -m asyncrl.user_code.worker reward module:function`.
 
-Requests come in on stdin and answers go out on stdout, one frame each: four bytes of length, then msgpack. The first
-answer says whether the function could be imported. The user's code gets neither pipe: its prints go to stderr and its
+Requests come in on stdin and results go out on stdout, one frame each: four bytes of length, then msgpack. The first
+result says whether the function could be imported. The user's code gets neither pipe: its prints go to stderr and its
 stdin is empty. When the parent goes away, in whatever manner, the worker ends itself and the group that it leads.
 """
 

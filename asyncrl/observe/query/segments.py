@@ -1,4 +1,4 @@
-"""A trajectory log as Arrow columns, a file at a time: a million answers within a second.
+"""A trajectory log as Arrow columns, a file at a time: a million completions within a second.
 
 Every trajectory is a record batch of its own, and to open a million of them one by one takes minutes. Here the fields
 of all rows of a file are found together, with positions as arrays. They are not looked up in Arrow's metadata: buffers

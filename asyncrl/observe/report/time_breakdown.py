@@ -4,7 +4,7 @@
     checkpoint                                      checkpoint
     the trainer is idle while a version travels     sync
     the trainer waits for groups, and               by the step's waits:
-        more answers are judged than generated      reward
+        more completions are judged than generated      reward
         none is generated                           other
         few are generated                           tail
         else                                        generation
@@ -22,12 +22,12 @@ import numpy.typing as npt
 Cause = Literal["training", "checkpoint", "sync", "reward", "tail", "generation", "other"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FEW = 0.25
-"""Of the most answers that ever ran at a time: fewer than this share are the tail of a batch."""
+"""Of the most completions that ever ran at a time: fewer than this share are the tail of a batch."""
 Times = npt.NDArray[np.float64]
 
 
 class Running(NamedTuple):
-    """How many answers were being generated, at any moment, from when each began and ended; both sorted."""
+    """How many completions were being generated, at any moment, from when each began and ended; both sorted."""
 
     started: Times
     finished: Times
@@ -59,7 +59,7 @@ class Pieces(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Answers that were with the reward function on average, from one step's end to the next."""
+    """Completions that were with the reward function on average, from one step's end to the next."""
 
     ends: Times
     mean: Times
@@ -138,7 +138,7 @@ _PLACED_ANEW = ("environment", "fleet_started", "restart")
 
 
 def _tails(running: Running, loop: tuple[Times, Times]) -> tuple[Times, ...]:
-    """Moments at which answers become none, few or many, so that no piece is of two kinds."""
+    """Moments at which completions become none, few or many, so that no piece is of two kinds."""
     if not len(running.started):
         return ()
     moments = np.sort(np.concatenate(running))
