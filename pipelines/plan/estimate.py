@@ -13,11 +13,10 @@ from asyncrl.system.devices import gpu_memory, has_gpu
 from asyncrl.tasks.base import Bounded, Split
 from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
-from asyncrl.training.memory import FLOAT, Batch, engine_share, parameters, recomputes, training_memory
+from asyncrl.training.memory import Batch, engine_share, parameters, recomputes, training_memory
 from asyncrl.types import Prompt
+from pipelines.plan.disk import checkpoint_bytes
 
-SAVED = 3 * FLOAT
-"""Bytes per parameter in a checkpoint: weight and moments."""
 TOKEN = 3 * 4
 """Bytes of a token in a trajectory: id, log-probability, policy version."""
 ROW = 2048
@@ -47,8 +46,9 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     engine_weights: int
     kv_cache: int
     trajectories: int
-    """One step's samples, every answer as long as it may be."""
+    """One step's samples, every completion as long as it may be."""
     checkpoint: int
+    """One, complete."""
 
     @property
     def training(self) -> int:
@@ -79,7 +79,7 @@ class Card(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes over each edge: per second where the pace is known, else per step at the longest answers."""
+    """Bytes over each edge: per second where the pace is known, else per step at the longest completions."""
 
     to_buffer: float
     to_trainer: float
@@ -171,12 +171,12 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
         engine_weights=held.weights if run.engine.has_model else 0,
         kv_cache=run.engine.host_kv_cache(rows * longest * held.kv_token, gpu=has_gpu()),
         trajectories=run.samples_per_step * (longest * TOKEN + ROW),
-        checkpoint=(1 if run.algorithm.critic_rate is None else 2) * count * SAVED,
+        checkpoint=checkpoint_bytes(run, model),
     )
 
 
 def _largest_batch(run: Run, prompt: int) -> Batch:
-    """Groups of full-length answers, as many as the budget holds; a single answer may be longer than it."""
+    """Groups of full-length completions, as many as the budget holds; a single completion may be longer than it."""
     answer, budget = run.rollout.max_tokens, run.trainer.token_budget
     together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
     block = prompt + together * answer

@@ -20,6 +20,7 @@ from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
+from pipelines.plan.disk import most_checkpoints
 from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -154,13 +155,10 @@ def _model(run: Run) -> Iterator[str]:
 def _room(run: Run, required: Needs) -> Iterator[str]:
     if required.trajectories > run.buffer.max_bytes:
         yield (
-            f"buffer.max_bytes={run.buffer.max_bytes} is less than one step of full-length answers: it might never be "
+            f"buffer.max_bytes={run.buffer.max_bytes} is less than one step of full-length samples: it might never be "
             f"complete; set buffer.max_bytes={required.trajectories}"
         )
-    disk = (run.checkpoint.keep + 1) * required.checkpoint + required.trajectories
-    free = shutil.disk_usage(_existing(Path(run.root))).free
-    if disk > free:
-        yield f"root={run.root} has {size(free)} free, and checkpoints with one step of trajectories take {size(disk)}"
+    yield from _disk(run, required)
     if run.cluster not in ("local", "inprocess"):
         return  # the memory of other machines is not known here
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -174,6 +172,34 @@ def _room(run: Run, required: Needs) -> Iterator[str]:
             f"{SHARED_MEMORY} has {size(shared)} free and two versions of the weights take "
             f"{size(2 * required.published)}: enlarge it (docker: --shm-size)"
         )
+
+
+def _disk(run: Run, required: Needs) -> Iterator[str]:
+    """Checkpoints as they are set, and one step of trajectories."""
+    most, free = most_checkpoints(run), shutil.disk_usage(_existing(Path(run.root))).free
+    if most * required.checkpoint + required.trajectories <= free:
+        return
+    trajectories = f"{size(required.trajectories)} for one step of trajectories"
+    if not most:
+        yield f"root={run.root} has {size(free)} free, and the run needs {trajectories}: choose another root="
+        return
+    kept = run.checkpoint
+    fit = max(0, free - required.trajectories) // required.checkpoint  # fewer than `most`
+    ways = ["choose another root="]
+    if fit > 1:
+        ways.append(f"set checkpoint.keep={fit - 1}")
+    elif fit == 1:
+        ways.append(f"set checkpoint.every=0{'' if kept.last else ' checkpoint.last=true'} to save the last step only")
+    ways.append("set checkpoint.every=0 checkpoint.last=false to save none")
+    why = (
+        f"checkpoint.keep={kept.keep}, and one being written"
+        if most > kept.keep
+        else f"steps={run.steps} checkpoint.every={kept.every} checkpoint.last={str(kept.last).lower()}"
+    )
+    yield (
+        f"root={run.root} has {size(free)} free, and the run needs {size(most * required.checkpoint)} for checkpoints "
+        f"({most} x {size(required.checkpoint)}: {why}) and {trajectories}: {', or '.join(ways)}"
+    )
 
 
 def _card(run: Run, required: Needs) -> Iterator[str]:

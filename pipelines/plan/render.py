@@ -17,6 +17,7 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.precision.memory import footprints
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.devices import mps_runs
+from pipelines.plan.disk import most_checkpoints
 from pipelines.plan.estimate import Needs, Traffic, card, longest_prompt, model_config, needs, size, traffic
 
 WIDTH = 62
@@ -49,19 +50,25 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
     required = needs(run, model, prompt)
     console.print(
         f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published in "
-        f"{run.engine.carrier(run.rollout.precision)}; longest prompt with its answer "
+        f"{run.engine.carrier(run.rollout.precision)}; longest prompt with its completion "
         f"{prompt + run.rollout.max_tokens} tokens"
     )
     _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
     if offer is not None:
         _show_placement(run, offer, console)
     console.print(_precisions(run, model, required))
-    total = run.steps * required.trajectories
     console.print(
-        f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk at most "
-        f"{size((run.checkpoint.keep + 1) * required.checkpoint)} of checkpoints and {size(total)} of trajectories"
+        f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk "
+        f"{_checkpoints(run, required)} and at most {size(run.steps * required.trajectories)} of trajectories"
     )
     _show_card(run, required, console)
+
+
+def _checkpoints(run: Run, required: Needs) -> str:
+    most = most_checkpoints(run)
+    if not most:
+        return "no checkpoints"
+    return f"at most {size(most * required.checkpoint)} of checkpoints ({most} x {size(required.checkpoint)})"
 
 
 def arithmetic(run: Run) -> str:
@@ -89,7 +96,7 @@ def _show_graph(
     console.print(picture.translate(ASCII) if console.options.ascii_only else picture, soft_wrap=True)
     if pace is None:
         console.print(
-            "bytes are of a step; `--from RUN` or `--profile NAME`, as of `asyncrl simulate`, tell them by the second"
+            "bytes per step; `--from RUN` or `--profile NAME`, as in `asyncrl simulate`, gives bytes per second"
         )
     else:
         console.print(f"bytes a second as simulated, not measured: a step takes about {pace.step_seconds:.3g} s")
@@ -118,7 +125,7 @@ def _show_card(run: Run, required: Needs, console: Console) -> None:
         return
     console.print(
         f"GPU: {size(found.total)}; trainer at most about {size(found.trainer)}, of which {size(required.training)} "
-        f"for training ({'activations computed again' if required.recompute else 'activations kept'}); engines "
+        f"for training ({'activations recomputed' if required.recompute else 'activations kept'}); engines "
         f"{size(found.engines)}; {size(found.total - found.trainer - found.engines)} left"
     )
     if found.trainer and found.engines:
@@ -153,7 +160,7 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
                 _takes("rollout", wanted),
                 f"memory at most about {size(required.rollout)} each: {_engine_memory(required)}",
             ],
-            "answers",
+            "completions",
         ),
         Box(
             f"reward x 1, with {run.reward.workers} worker{'s' * (run.reward.workers > 1)}",
@@ -171,7 +178,7 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
         ),
     ]
     if "drafter" in wanted:
-        found[-1] = found[-1]._replace(edge="hidden states of what was trained on")
+        found[-1] = found[-1]._replace(edge="hidden states of the trained samples")
         found.append(Box("drafter x 1", [_takes("drafter", wanted), "its heads go to every engine"]))
     return found
 

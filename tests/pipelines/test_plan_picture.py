@@ -66,12 +66,12 @@ def test_traffic_by_hand() -> None:
 
 
 def test_the_picture_of_two_boxes() -> None:
-    drawn = draw([Box("rollout x 1", ["fast"], "answers"), Box("trainer x 1", ["slow"])], ("weights", "5 MB"))
+    drawn = draw([Box("rollout x 1", ["fast"], "completions"), Box("trainer x 1", ["slow"])], ("weights", "5 MB"))
     assert [line.replace("─" * 40, "~").replace(" " * 40, "_") for line in drawn] == [
         "┌─ rollout x 1 ~──────┐",
         "│ fast_               │◀──┐",
         "└~────────────────────┘   │",
-        "   │ answers_             │ weights",
+        "   │ completions_         │ weights",
         "   ▼_                     │ 5 MB",
         "┌─ trainer x 1 ~──────┐   │",
         "│ slow_               │───┘",
@@ -88,7 +88,7 @@ def test_everybody_is_in_the_picture(tmp_path: Path) -> None:
     assert "each takes 1 CPU, 1 rollout_slot" in shown
     assert "together 4 CPU, 2 GPU, 2 rollout_slot; it has 8 CPU, 4 GPU, 2 rollout_slot" in shown
     assert "trajectories, at most" in shown
-    assert "bytes are of a step" in shown
+    assert "bytes per step;" in shown
     assert max(map(len, shown.splitlines())) <= 100
 
 
