@@ -4,8 +4,8 @@
                 C    counters of each step
     trainer     X    trains, updates, waits for data or for the last publication, saves: one after the other
                 X    publishes weights; evaluates
-    rollout-N   b e  answers, which overlap
-                X    moments in which answers were finished, with flows (s, f) to the pass that trained on them
+    rollout-N   b e  completions, which overlap
+                X    moments in which completions were finished, with flows (s, f) to the pass that trained on them
 
 Events come in the order of their time and are made while they are written. A viewer takes some hundred thousand of
 them: of a longer run the newest part is shown, and `left_out` says so.
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import duckdb
 
 MAX_EVENTS = 200_000
-PER_ANSWER, PER_STEP = 5, 6
-"""Events that are made of an answer, and of a step's metrics."""
+PER_COMPLETION, PER_STEP = 5, 6
+"""Events that are made of a completion, and of a step's metrics."""
 RUN, TRAINER, FIRST_ENGINE = 1, 2, 10
 """Numbers of processes."""
 TRAINS, PUBLISHES, EVALUATES = 1, 2, 3
@@ -31,12 +31,12 @@ THREAD_OF = {
     "publish": PUBLISHES,
     "evaluation": EVALUATES,
 }
-ANSWERS, FINISHED = 1, 2
+COMPLETIONS, FINISHED = 1, 2
 """Threads of an engine."""
 EVERYWHERE = ("publish", "restart", "alarm", "step_skipped", "engine_lost", "drafter_lost")
 """Moments that are drawn across all rows."""
 TOLD = ("prompt", "reward", "finish", "answer_tokens", "oldest_version", "newest_version", "fate", "step")
-"""Of an answer, when it is clicked on."""
+"""Of a completion, when it is clicked on."""
 COUNTERS = ("running", "waiting", "buffered", "in_flight", "staleness_mean", "reward")
 MOMENT_US = 100
 """How long a moment is drawn, if the next one leaves room."""
@@ -44,7 +44,7 @@ WINDOW_SQL = """
     WITH things AS (
         SELECT time, 1 AS events FROM events
         UNION ALL SELECT time, $step FROM metrics
-        UNION ALL SELECT started, $answer FROM trajectories
+        UNION ALL SELECT started, $completion FROM trajectories
     )
     SELECT (SELECT min(time) FROM things), min(time)
     FROM (SELECT time, sum(events) OVER (ORDER BY time DESC) AS total FROM things) WHERE total <= $most
@@ -63,7 +63,7 @@ COUNTERS_SQL = """
     WHERE time >= $first ORDER BY time
 """
 TAKES_SQL = "SELECT step, max(take) + 1 FROM groups WHERE step IS NOT NULL GROUP BY step"
-ANSWERS_SQL = """
+COMPLETIONS_SQL = """
     SELECT t.engine, group_id, t.sample, t.started, greatest(t.started, t.finished), g.take, t.prompt, t.reward,
         t.finish, t.answer_tokens, t.oldest_version, t.newest_version, t.fate, t.step
     FROM trajectories t LEFT JOIN groups g USING (group_id) WHERE t.started >= $first ORDER BY t.started
@@ -80,7 +80,7 @@ class Span(NamedTuple):
     told: Event
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     engine: str
     id: str
     start: int
@@ -95,11 +95,11 @@ class Trace:
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, max_events: int = MAX_EVENTS) -> None:
         self._connection = connection
-        ((begin, first),) = self._fetch(WINDOW_SQL, step=PER_STEP, answer=PER_ANSWER, most=max_events)
+        ((begin, first),) = self._fetch(WINDOW_SQL, step=PER_STEP, completion=PER_COMPLETION, most=max_events)
         self._begin, self._first = begin or 0.0, first or begin or 0.0
         self._spans = self._read_spans()
-        self._answers = self._read_answers()
-        engines = sorted({answer.engine for answer in self._answers})
+        self._completions = self._read_completions()
+        engines = sorted({completion.engine for completion in self._completions})
         self._engines = {name: FIRST_ENGINE + number for number, name in enumerate(engines)}
 
     @property
@@ -112,7 +112,7 @@ class Trace:
         yield from _process(RUN, "run", {1: "events"})
         yield from _process(TRAINER, "trainer", {TRAINS: "trains", PUBLISHES: "publishes", EVALUATES: "evaluates"})
         for name, process in self._engines.items():
-            yield from _process(process, name, {ANSWERS: "answers", FINISHED: "finished"})
+            yield from _process(process, name, {COMPLETIONS: "completions", FINISHED: "finished"})
         yield from _in_order(
             self._slices(), self._moments(), self._counters(), self._overlapping(), self._leaving(), self._arriving()
         )
@@ -128,20 +128,20 @@ class Trace:
                 spans.append(Span(start, end, kind, _known({"step": step, "version": version})))
         return threads
 
-    def _read_answers(self) -> list[Answer]:
+    def _read_completions(self) -> list[Completion]:
         """In the order of their beginning. A step that was begun again is the one that counts."""
         passes: dict[int, list[int]] = defaultdict(list)
         for span in self._spans[TRAINS]:
             if span.kind == "train":
                 passes[span.told["step"]].append(span.start)
         last = {step: passes[step][-takes:] for step, takes in self._fetch(TAKES_SQL)}
-        answers: list[Answer] = []
-        for engine, group, sample, started, ended, take, *values in self._fetch(ANSWERS_SQL, first=self._first):
+        completions: list[Completion] = []
+        for engine, group, sample, started, ended, take, *values in self._fetch(COMPLETIONS_SQL, first=self._first):
             told = _known({"group": group, "sample": sample} | dict(zip(TOLD, values, strict=True)))
             starts = last.get(told.get("step", -1), [])[take or 0 :]
             start, end = self._us(started), self._us(ended)
-            answers.append(Answer(engine, f"{group}/{sample}", start, end, starts[0] if starts else None, told))
-        return answers
+            completions.append(Completion(engine, f"{group}/{sample}", start, end, starts[0] if starts else None, told))
+        return completions
 
     def _slices(self) -> Iterator[Event]:
         threads = (
@@ -164,38 +164,38 @@ class Trace:
     def _overlapping(self) -> Iterator[Event]:
         """All have one name: what has one name is drawn as one row, as deep as it overlaps."""
 
-        def half(phase: str, answer: Answer, time: int) -> Event:
-            event = {"ph": phase, "cat": "answer", "name": "answer", "id": answer.id, "ts": time}
-            return event | {"pid": self._engines[answer.engine], "tid": ANSWERS}
+        def half(phase: str, completion: Completion, time: int) -> Event:
+            event = {"ph": phase, "cat": "completion", "name": "completion", "id": completion.id, "ts": time}
+            return event | {"pid": self._engines[completion.engine], "tid": COMPLETIONS}
 
-        begun = (half("b", answer, answer.start) | {"args": answer.told} for answer in self._answers)
-        ended = (half("e", answer, answer.end) for answer in sorted(self._answers, key=lambda answer: answer.end))
+        begun = (half("b", each, each.start) | {"args": each.told} for each in self._completions)
+        ended = (half("e", each, each.end) for each in sorted(self._completions, key=lambda each: each.end))
         return _in_order(begun, ended)
 
-    def _flowing(self) -> list[Answer]:
-        return [answer for answer in self._answers if answer.trained is not None and answer.trained >= answer.end]
+    def _flowing(self) -> list[Completion]:
+        return [each for each in self._completions if each.trained is not None and each.trained >= each.end]
 
     def _leaving(self) -> Iterator[Event]:
-        """A flow leaves a slice, which answers as such are not: those that end in one moment leave one together."""
-        for_engine: dict[str, list[Answer]] = {name: [] for name in self._engines}
-        for answer in sorted(self._flowing(), key=lambda answer: answer.end):
-            for_engine[answer.engine].append(answer)
-        return _in_order(*(self._leaving_from(engine, answers) for engine, answers in for_engine.items()))
+        """A flow leaves a slice, which completions as such are not: those that end in one moment leave one together."""
+        for_engine: dict[str, list[Completion]] = {name: [] for name in self._engines}
+        for completion in sorted(self._flowing(), key=lambda completion: completion.end):
+            for_engine[completion.engine].append(completion)
+        return _in_order(*(self._leaving_from(engine, completions) for engine, completions in for_engine.items()))
 
-    def _leaving_from(self, engine: str, answers: list[Answer]) -> Iterator[Event]:
+    def _leaving_from(self, engine: str, completions: list[Completion]) -> Iterator[Event]:
         process = self._engines[engine]
-        moments = [(moment, list(ended)) for moment, ended in groupby(answers, lambda answer: answer.end)]
+        moments = [(moment, list(ended)) for moment, ended in groupby(completions, lambda completion: completion.end)]
         following = [*(moment for moment, _ in moments[1:]), moments[-1][0] + MOMENT_US] if moments else []
         for (moment, ended), after in zip(moments, following, strict=True):
             end = min(after, moment + MOMENT_US)
-            yield _slice(process, FINISHED, "finished", moment, end) | {"args": {"answers": len(ended)}}
-            for answer in ended:
-                yield _flow("s", answer, process, FINISHED, moment)
+            yield _slice(process, FINISHED, "finished", moment, end) | {"args": {"completions": len(ended)}}
+            for completion in ended:
+                yield _flow("s", completion, process, FINISHED, moment)
 
     def _arriving(self) -> Iterator[Event]:
-        arrivals = sorted((answer.trained or 0, answer) for answer in self._flowing())
-        for time, answer in arrivals:
-            yield _flow("f", answer, TRAINER, TRAINS, time) | {"bp": "e"}
+        arrivals = sorted((completion.trained or 0, completion) for completion in self._flowing())
+        for time, completion in arrivals:
+            yield _flow("f", completion, TRAINER, TRAINS, time) | {"bp": "e"}
 
     def _us(self, time: float) -> int:
         return round(1e6 * (time - self._begin))
@@ -224,8 +224,8 @@ def _slice(process: int, thread: int, kind: str, start: int, end: int) -> Event:
     return {"ph": "X", "cat": kind, "name": kind, "pid": process, "tid": thread, "ts": start, "dur": end - start}
 
 
-def _flow(phase: str, answer: Answer, process: int, thread: int, time: int) -> Event:
-    event = {"ph": phase, "cat": "trained", "name": "trained", "id": answer.id}
+def _flow(phase: str, completion: Completion, process: int, thread: int, time: int) -> Event:
+    event = {"ph": phase, "cat": "trained", "name": "trained", "id": completion.id}
     return event | {"pid": process, "tid": thread, "ts": time}
 
 

@@ -36,8 +36,8 @@ def test_every_sampled_token_is_accounted_for(stale: Path) -> None:
     summary = json.loads((stale / "summary.json").read_text())
     tokens = {row["label"]: row["tokens"] for row in waste["rows"]}
     assert tokens["dropped: too old"] == summary["waste"]["stale"] > 0
-    answers = {row["label"]: row["answers"] for row in waste["rows"]}
-    assert answers["trained on"] == summary["samples_trained"]
+    completions = {row["label"]: row["completions"] for row in waste["rows"]}
+    assert completions["trained on"] == summary["samples_trained"]
     assert sum(row["share"] for row in waste["rows"]) == pytest.approx(1)
     assert waste["useful"] == pytest.approx(tokens["trained on"] / (tokens["trained on"] + tokens["dropped: too old"]))
     meanings = {row["label"]: row["meaning"] for row in waste["rows"]}
@@ -52,7 +52,7 @@ def test_the_timeline_has_everybody(stale: Path) -> None:
     assert timeline["versions"]["version"] == list(range(1, 13))
     assert len(timeline["steps"]) == 12
     assert {timeline["kinds"][kind] for kind in timeline["trainer"]["kind"]} >= {"training", "generation", "evaluation"}
-    assert any(fate.startswith("dropped: stale") for fate in timeline["answers"]["fate"])
+    assert any(fate.startswith("dropped: stale") for fate in timeline["completions"]["fate"])
 
 
 def test_samples_of_every_kind_with_their_text(stale: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_loop_is_cut_by_cause() -> None:
         span("evaluation", 8.0, 9.0), span("checkpoint", 9.0, 9.5), instant("loop_ended", 10.0),
         span("publish", 11.0, 12.0),
     ]  # fmt: skip
-    # Ten answers until 1, one of them until 3, nobody until 4.
+    # Ten completions until 1, one of them until 3, nobody until 4.
     running = Running.of(np.zeros(10), np.array([1.0] * 9 + [3.0]))
     found = split(events, running, NOTHING)
     assert [(float(s), float(e), CAUSES[c]) for s, e, c in zip(*found, strict=True)] == [
@@ -114,8 +114,8 @@ def test_long_curves_become_means(run: Any) -> None:
 
 
 def test_lengths_are_counted_in_whole_tokens(run: Any) -> None:
-    answers = dict(run.answers) | {"answer_tokens": np.array([1, 1, 2, 100])}
-    chart = curves.distributions(dataclasses.replace(run, answers=answers))[0]
+    completions = dict(run.completions) | {"answer_tokens": np.array([1, 1, 2, 100])}
+    chart = curves.distributions(dataclasses.replace(run, completions=completions))[0]
     assert chart["values"][0] == 3
     assert chart["ranges"][0] == "1 to 4"
     assert sum(chart["values"]) == 4

@@ -39,7 +39,7 @@ def validate(events: Sequence[Event]) -> None:
     assert timed == sorted(timed)
     _check_names(events)
     _check_slices(events)
-    _check_answers(events)
+    _check_completions(events)
     _check_flows(events)
     assert all(isinstance(v, int | float) for e in events if e["ph"] == "C" for v in e["args"].values())
     assert all(event["s"] in ("g", "p", "t") for event in events if event["ph"] == "i")
@@ -69,7 +69,7 @@ def _check_slices(events: Sequence[Event]) -> None:
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
-def _check_answers(events: Sequence[Event]) -> None:
+def _check_completions(events: Sequence[Event]) -> None:
     begun: dict[tuple[str, str, int], int] = {}
     ended = 0
     for event in events:
@@ -140,7 +140,7 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
     }  # fmt: skip
     begun = next(e for e in events if e["ph"] == "b" and e["id"] == "3/1")
     assert (begun["ts"], begun["args"]["answer_tokens"], begun["args"]["fate"]) == (6_000_000, 6, "training")
-    finished = [(e["ts"], e["args"]["answers"]) for e in events if e["ph"] == "X" and e["tid"] == FINISHED != RUN
+    finished = [(e["ts"], e["args"]["completions"]) for e in events if e["ph"] == "X" and e["tid"] == FINISHED != RUN
                 and e["pid"] > TRAINER]  # fmt: skip
     assert finished == [(2_000_000, 2), (2_000_000, 2), (8_000_000, 1), (9_000_000, 1)]
 

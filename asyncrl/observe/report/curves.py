@@ -30,11 +30,13 @@ def learning(run: Recorded) -> list[Chart]:
             for place, name in ((1, "sampled"), (2, "greedy"))
         ]
         charts.append(
-            _chart("Held-out", "share answered right", series, note="prompts that are not trained on", percent=True)
+            _chart(
+                "Held-out", "share of right completions", series, note="prompts that are not trained on", percent=True
+            )
         )
     charts.append(_lines(run, "Gradient norm", {"grad_norm": "gradient norm"}, "norm before clipping", from_zero=True))
     charts.append(
-        _lines(run, "Answer length", {"length_mean": "mean", "length_max": "longest"}, "tokens", from_zero=True)
+        _lines(run, "Completion length", {"length_mean": "mean", "length_max": "longest"}, "tokens", from_zero=True)
     )
     return charts
 
@@ -86,19 +88,19 @@ def memory(run: Recorded) -> list[Chart]:
 
 
 def distributions(run: Recorded) -> list[Chart]:
-    answers = run.answers
-    if not len(answers["answer_tokens"]):
+    completions = run.completions
+    if not len(completions["answer_tokens"]):
         return []
-    lengths = answers["answer_tokens"].astype(np.int64)
+    lengths = completions["answer_tokens"].astype(np.int64)
     limit = int(run.setting("rollout.max_tokens", 0))
     middle, high = np.percentile(lengths, [50, 99])
     charts = [
         _bars(
-            "Answer lengths", "tokens", *_binned(lengths),
+            "Completion lengths", "tokens", *_binned(lengths),
             note=f"median {middle:.0f}, 99 % up to {high:.0f}, longest {lengths.max()}, limit {limit}",
         )
     ]  # fmt: skip
-    seconds = (answers["finished"] - answers["started"]).astype(np.float64)
+    seconds = (completions["finished"] - completions["started"]).astype(np.float64)
     middle, high = np.percentile(seconds, [50, 99])
     charts.append(
         _bars(
@@ -106,14 +108,14 @@ def distributions(run: Recorded) -> list[Chart]:
             note=f"median {middle:.3g} s, 99 % up to {high:.3g} s, longest {seconds.max():.3g} s",
         )
     )  # fmt: skip
-    ages = np.ma.compressed(np.ma.masked_invalid(np.ma.asarray(answers["staleness"], np.float64))).astype(np.int64)
+    ages = np.ma.compressed(np.ma.masked_invalid(np.ma.asarray(completions["staleness"], np.float64))).astype(np.int64)
     if len(ages):
         counts = np.bincount(np.maximum(ages, 0))
         labels = [str(age) for age in range(len(counts))]
         bound = run.setting("max_staleness", 0)
         note = f"of trained samples, in versions; max_staleness={bound}"
         charts.append(_bars("Staleness", "versions old", labels, labels, counts.tolist(), note=note))
-    rewards = answers["reward"].astype(np.float64)
+    rewards = completions["reward"].astype(np.float64)
     charts.append(_bars("Rewards", "reward", *_binned(rewards), note=f"mean {rewards.mean():.3g}"))
     return charts
 
@@ -145,7 +147,7 @@ def _gains(arms: list[SpeculationArm]) -> list[Chart]:
         return []
     labels, gains = [f"{batch}+" for batch, _ in best], [gain for _, gain in best]
     note = "best draft over plain decoding; 1 is no gain"
-    chart = _bars("Net gain by batch size", "running answers", labels, labels, gains, note=note, unit="x")
+    chart = _bars("Net gain by batch size", "running completions", labels, labels, gains, note=note, unit="x")
     return [chart | {"line": 1, "marked": [place for place, gain in enumerate(gains) if gain < 1]}]
 
 
@@ -210,7 +212,7 @@ def _bars(
     values: Sequence[float],
     *,
     note: str = "",
-    unit: str = "answers",
+    unit: str = "completions",
     y_label: str = "",
     percent: bool = False,
 ) -> Chart:

@@ -55,7 +55,7 @@ def _held_out(found: Found) -> list[tuple[str, str, str]]:
     scores = found.run.connection.execute("SELECT sampled FROM evaluations ORDER BY step").fetchall()
     if not scores:
         return []
-    return [("held-out", f"{scores[0][0]:.1%} → {scores[-1][0]:.1%}", "right answers, sampled")]
+    return [("held-out", f"{scores[0][0]:.1%} → {scores[-1][0]:.1%}", "right completions, sampled")]
 
 
 def _waited(figures: Figures) -> float:
@@ -78,8 +78,8 @@ def _time(seconds: float) -> str:
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "details.js", "samples.js", "main.js")
 LABELS = {
     "training": "training",
-    "generation": "waited for answers",
-    "tail": "waited for the last answers",
+    "generation": "waited for completions",
+    "tail": "waited for the last completions",
     "reward": "waited for rewards",
     "sync": "waited for weights",
     "checkpoint": "checkpoints",
@@ -119,7 +119,7 @@ def document(run: Recorded) -> dict[str, Any]:
         "waste": waste(found),
         "memory": curves.memory(run),
         "samples": samples(run),
-        "no_samples": "No answer is recorded: none is finished, or the run keeps them in memory only.",
+        "no_samples": "No completion is recorded: none is finished, or buffer.durability=memory keeps none on disk.",
         "environment": _environment(run),
         "log": _log(run),
         "config": run.config_text,

@@ -15,8 +15,8 @@ class Found:
 
     def __init__(self, run: Recorded) -> None:
         self.run = run
-        answers = run.answers
-        self.running = Running.of(answers["started"].astype(np.float64), answers["finished"].astype(np.float64))
+        completions = run.completions
+        self.running = Running.of(completions["started"].astype(np.float64), completions["finished"].astype(np.float64))
         self.judging = judging(run)
         self.pieces: Pieces = split(run.events, self.running, Judged(self.judging["end"], self.judging["judging"]))
         self.outcomes = outcomes(run)
@@ -28,7 +28,7 @@ class Found:
     def figures(self) -> Figures:
         run, total = self.run, self.seconds
         by_cause = self.pieces.seconds()
-        tokens = run.answers["answer_tokens"]
+        tokens = run.completions["answer_tokens"]
         sampled = sum(each["tokens"] for each in self.outcomes.values())
         steps = len(run.rows)
         return Figures(
@@ -65,14 +65,14 @@ class Found:
         return float(self.judging["waited"].sum() / judged) if judged else 0.0
 
     def _running_during(self, cause: str) -> float:
-        """Mean number of answers that ran in the pieces of a cause."""
+        """Mean number of completions that ran in the pieces of a cause."""
         chosen = self.pieces.causes == [*CAUSES].index(cause)
         starts, ends = self.pieces.starts[chosen], self.pieces.ends[chosen]
         return _weighted(self.running.at((starts + ends) / 2), ends - starts)
 
     def _idle(self) -> float:
         """Share of the loop in which an engine generated nothing, mean over the engines."""
-        starts, ends, engine = self.pieces.starts, self.pieces.ends, self.run.answers["engine"]
+        starts, ends, engine = self.pieces.starts, self.pieces.ends, self.run.completions["engine"]
         if not len(starts) or not len(engine):
             return 0.0
         grid = np.interp(
@@ -81,7 +81,8 @@ class Found:
         idle = [
             float(
                 np.mean(
-                    Running.of(*(self.run.answers[n][engine == name] for n in ("started", "finished"))).at(grid) == 0
+                    Running.of(*(self.run.completions[n][engine == name] for n in ("started", "finished"))).at(grid)
+                    == 0
                 )
             )
             for name in np.unique(engine.astype(str))
@@ -100,7 +101,7 @@ def judging(run: Recorded) -> dict[str, Any]:
     begun = next((event["time"] for event in run.events if event["kind"] == "loop_started"), 0.0)
     seconds = np.maximum(np.diff(ends, prepend=min(begun, ends[0]) if len(ends) else 0.0), 1e-9)
     judged, waited = differences(rows, "reward_judged"), differences(rows, "reward_waited_seconds")
-    if len(rows) and rows[0]["step"] == 0:  # what was judged before the loop were held-out answers
+    if len(rows) and rows[0]["step"] == 0:  # what was judged before the loop were held-out completions
         waited[0], judged[0] = waited[0] * rows[0]["samples"] / max(judged[0], 1), rows[0]["samples"]
     workers = max(int(run.setting("reward.workers", 1)), 1)
     return {
@@ -115,18 +116,18 @@ def judging(run: Recorded) -> dict[str, Any]:
 
 
 def outcomes(run: Recorded) -> dict[str, dict[str, Any]]:
-    """Sampled tokens and answers by what became of them; those of answers that were never stored from the summary."""
+    """Sampled tokens and completions by outcome; completions that were never stored are taken from the summary."""
     found: dict[str, dict[str, Any]] = {}
     rows = run.connection.execute(
         "SELECT coalesce(drop_reason, fate, 'buffered') AS name, fate = 'dropped' AS dropped, "
-        "sum(answer_tokens) AS tokens, count(*) AS answers FROM trajectories GROUP BY ALL"
+        "sum(answer_tokens) AS tokens, count(*) AS completions FROM trajectories GROUP BY ALL"
     ).fetchall()
-    for name, dropped, tokens, answers in rows:
-        found[name] = {"tokens": int(tokens), "answers": int(answers), "dropped": bool(dropped)}
+    for name, dropped, tokens, completions in rows:
+        found[name] = {"tokens": int(tokens), "completions": int(completions), "dropped": bool(dropped)}
     waste: Mapping[str, int] = run.summary.get("waste") or {}
     for reason, tokens in waste.items():
         if tokens > (known := found.get(reason, {"tokens": 0}))["tokens"]:
-            found[reason] = known | {"tokens": tokens, "answers": known.get("answers"), "dropped": True}
+            found[reason] = known | {"tokens": tokens, "completions": known.get("completions"), "dropped": True}
     return found
 
 

@@ -32,16 +32,16 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """By reason, of the tokens sampled."""
     engines: int = 1
     engines_idle: float = 0.0
-    """Of their time in the loop, mean over the engines: no answer was generated."""
+    """Of their time in the loop, mean over the engines: no completion was generated."""
     running_most: float = 0.0
     running_tail: float = 0.0
-    """Answers that ran on average while the trainer waited for the tail."""
+    """Completions that ran on average while the trainer waited for the tail."""
     tokens_median: float = 0.0
     tokens_longest: float = 0.0
     reward_seconds: float = 0.0
-    """From a finished answer to its reward, on average."""
+    """From a finished completion to its reward, on average."""
     reward_judging: float = 0.0
-    """Answers that were with the reward function at a time, on average."""
+    """Completions that were with the reward function at a time, on average."""
     reward_workers: int = 1
     reward_busy: float = 0.0
     """Of the workers' time."""
@@ -51,7 +51,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: float = 0.0
     max_staleness: int = 0
     waiting: float = 0.0
-    """Answers that waited in the engines for a place in the batch, on average."""
+    """Completions that were queued in the engines, on average."""
     ranks: int = 1
     on_gpu: bool = False
     drafting: bool = False
@@ -93,12 +93,12 @@ def _bound(figures: Figures) -> Bound:
 def _generation(f: Figures) -> tuple[str, str]:
     many = f"{f.engines} engines" if f.engines > 1 else "the one engine"
     sentence = (
-        f"Generation bounds this run: for {_share(f, 'generation')} of the time the trainer waited for answers while "
-        f"{many} generated (up to {f.running_most:.0f} at a time)."
+        f"Generation bounds this run: for {_share(f, 'generation')} of the time the trainer waited for completions "
+        f"while {many} generated (up to {f.running_most:.0f} at a time)."
     )
     ways = [f"add engines (rollout.replicas={f.engines + 1})"]
     if f.waiting >= 1:
-        ways.insert(0, f"give engines larger batches (engine.max_batch; {f.waiting:.0f} answers waited for a place)")
+        ways.insert(0, f"give engines larger batches (engine.max_batch; {f.waiting:.0f} completions were queued)")
     if f.engines_idle >= IDLE_FROM:
         ways.append(
             f"let generation run further ahead (max_staleness={f.max_staleness + 1}; engines idled "
@@ -111,8 +111,8 @@ def _generation(f: Figures) -> tuple[str, str]:
 
 def _tail(f: Figures) -> tuple[str, str]:
     sentence = (
-        f"The long tail bounds this run: for {_share(f, 'tail')} of the time the trainer waited for the last answers, "
-        f"{f.running_tail:.1f} at a time where {f.running_most:.0f} fit; the longest answer has "
+        f"The long tail bounds this run: for {_share(f, 'tail')} of the time the trainer waited for the last "
+        f"completions, {f.running_tail:.1f} at a time where {f.running_most:.0f} fit; the longest completion has "
         f"{f.tokens_longest:,.0f} tokens, the median {f.tokens_median:,.0f}."
     )
     return sentence, _or(
@@ -127,12 +127,12 @@ def _tail(f: Figures) -> tuple[str, str]:
 def _reward(f: Figures) -> tuple[str, str]:
     sentence = (
         f"The reward function bounds this run: for {_share(f, 'reward')} of the time the trainer waited for rewards; a "
-        f"finished answer waited {_seconds(f.reward_seconds)} for its own, and {f.reward_judging:.0f} did so at a time."
+        f"finished completion waited {_seconds(f.reward_seconds)} for its reward, {f.reward_judging:.0f} at a time."
     )
     return sentence, _or(
         [
-            f"judge more answers at a time (reward.workers={2 * f.reward_workers} instead of {f.reward_workers}, busy "
-            f"{f.reward_busy:.0%} of the time)",
+            f"judge more completions at a time (reward.workers={2 * f.reward_workers} instead of {f.reward_workers}, "
+            f"busy {f.reward_busy:.0%} of the time)",
             "make the reward function faster",
         ]
     )
@@ -155,8 +155,8 @@ def _training(f: Figures) -> tuple[str, str]:
 
 def _sync(f: Figures) -> tuple[str, str]:
     sentence = (
-        f"Weight sync bounds this run: for {_share(f, 'sync')} of the time the trainer stood still while new weights "
-        f"travelled, {_seconds(f.sync_seconds)} for a version where a step takes {_seconds(f.step_seconds)}."
+        f"Weight sync bounds this run: for {_share(f, 'sync')} of the time the trainer waited for a weight update, "
+        f"{_seconds(f.sync_seconds)} for a version where a step takes {_seconds(f.step_seconds)}."
     )
     ways = ["publish less often (staleness=ess)"]
     if f.transport == "file":
@@ -176,7 +176,7 @@ def _stale(f: Figures) -> tuple[str, str]:
     return sentence, _or(
         [
             f"allow older samples (max_staleness={f.max_staleness + 1}, with a correction)",
-            "shorten the longest answers, which age most (rollout.max_tokens)",
+            "shorten the longest completions, which age most (rollout.max_tokens)",
         ]
     )
 
@@ -189,8 +189,8 @@ def _checkpoint(f: Figures) -> tuple[str, str]:
 def _other(f: Figures) -> tuple[str, str]:
     sentence = (
         f"Nothing that is measured bounds this run: for {_share(f, 'other')} of the time the trainer neither computed "
-        f"nor waited for answers, rewards or weights; steps of {_seconds(f.step_seconds)} are short beside the calls "
-        "between actors."
+        f"nor waited for completions, rewards or weights; steps of {_seconds(f.step_seconds)} are short beside the "
+        "calls between actors."
     )
     return sentence, _or(
         ["make steps larger (flow.groups_per_step)", "take more groups at a time (flow.groups_per_take)"]

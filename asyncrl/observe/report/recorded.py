@@ -43,10 +43,10 @@ class Recorded:
     events: Sequence[Row]
     rows: Sequence[Row]
     """Of the metrics, one for each step."""
-    answers: Mapping[str, Column]
+    completions: Mapping[str, Column]
     """Columns of the trajectories, in the order in which they were finished."""
     status: str
-    """`ok`, `failed`, `interrupted`, `running`, or `killed` for a run that ended without a word."""
+    """`ok`, `failed`, `interrupted`, `running`, or `killed` for a run that ended without a summary."""
     trouble: str
     """What ended it, if something did."""
 
@@ -78,13 +78,13 @@ def read(path: Path) -> Recorded:
         summary=summary if status not in ("running", "killed") else {},
         events=events,
         rows=connection.sql("FROM metrics ORDER BY step").to_arrow_table().to_pylist(),
-        answers=_answers(connection),
+        completions=_completions(connection),
         status=status,
         trouble=_trouble(directory, status, summary),
     )
 
 
-def _answers(connection: duckdb.DuckDBPyConnection) -> Mapping[str, Column]:
+def _completions(connection: duckdb.DuckDBPyConnection) -> Mapping[str, Column]:
     found = connection.view("trajectories").project(", ".join(COLUMNS)).order("finished")
     return cast(Mapping[str, Column], found.fetchnumpy())
 
@@ -105,7 +105,9 @@ def _trouble(directory: RunDirectory, status: str, summary: Mapping[str, Any]) -
     if stall.exists():
         return stall.read_text(errors="replace").partition("\n\n")[0]
     if status == "killed":
-        return "The run ended without a word: it was killed, or its machine stopped. Continue it with `asyncrl resume`."
+        return (
+            "The run ended without a summary: it was killed, or its machine stopped. Continue it with `asyncrl resume`."
+        )
     return str(summary.get("error") or "")
 
 

@@ -1,4 +1,4 @@
-"""A few hundred answers for the sample viewer, with the text of each of their tokens."""
+"""A few hundred completions for the sample viewer, with the text of each of their tokens."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,23 +12,23 @@ from asyncrl.observe.report.timeline import fate
 from asyncrl.types import GIVEN
 
 EACH = 40
-"""Answers of each kind."""
+"""Completions of each kind."""
 TOKENS = 150_000
 """Of all samples together: the page stays small, whatever the run."""
 HEAD, TAIL = 1500, 500
-"""Tokens that are shown of a long answer, from its beginning and its end."""
+"""Tokens that are shown of a long completion, from its beginning and its end."""
 PREVIEW = 60
 INCOMPLETE = "�"
 
 
 def samples(run: Recorded) -> dict[str, Any] | None:
-    """None where no answer is recorded."""
-    if not len(run.answers["reward"]):
+    """None where no completion is recorded."""
+    if not len(run.completions["reward"]):
         return None
     kinds = _choose(run)
     wanted = sorted({index for _, _, chosen in kinds for index in chosen})
     decode = _decoder(run)
-    group, sample = (run.answers[name] for name in ("group_id", "sample"))
+    group, sample = (run.completions[name] for name in ("group_id", "sample"))
     stored = _read(run, [(int(group[index]), int(sample[index])) for index in wanted])
     gaps = _gaps(run)
     place: dict[int, int] = {}
@@ -56,13 +56,13 @@ def zip_round(lists: Sequence[list[int]]) -> list[list[int]]:
 
 
 def _choose(run: Recorded) -> list[tuple[str, str, list[int]]]:
-    answers = run.answers
-    reward, tokens = answers["reward"], answers["answer_tokens"]
+    completions = run.completions
+    reward, tokens = completions["reward"], completions["answer_tokens"]
     newest = np.arange(len(reward))[::-1]
-    age = np.ma.filled(np.ma.asarray(answers["staleness"], np.float64), -1.0)
-    dropped = newest[np.ma.filled(np.ma.asarray(answers["fate"] == "dropped"), False)[newest]]
+    age = np.ma.filled(np.ma.asarray(completions["staleness"], np.float64), -1.0)
+    dropped = newest[np.ma.filled(np.ma.asarray(completions["fate"] == "dropped"), False)[newest]]
     measured = set(_gaps(run))
-    keys = zip(answers["group_id"].tolist(), answers["sample"].tolist(), strict=True) if measured else ()
+    keys = zip(completions["group_id"].tolist(), completions["sample"].tolist(), strict=True) if measured else ()
     off = [index for index, key in enumerate(keys) if key in measured][::-1]
 
     def first(order: Any) -> list[int]:
@@ -92,7 +92,7 @@ def _read(run: Recorded, wanted: list[tuple[int, int]]) -> dict[tuple[int, int],
 
 
 def _gaps(run: Recorded) -> dict[tuple[int, int], list[float]]:
-    """log pi - log mu of each sampled token, of the answers that the trainer has told of."""
+    """log pi - log mu of each sampled token, of the completions that the trainer has told of."""
     return {(e["group"], e["sample"]): e["log_ratio"] for e in run.events if e["kind"] == "off_policy"}
 
 
@@ -114,25 +114,25 @@ def _sample(
     if left_out:
         pieces, versions, logprobs = (_ends(column) for column in (pieces, versions, logprobs))
         gaps = _ends(gaps) if gaps is not None else None
-    answers = run.answers
-    siblings = answers["reward"][answers["group_id"] == answers["group_id"][index]]
-    step = answers["step"][index]
+    completions = run.completions
+    siblings = completions["reward"][completions["group_id"] == completions["group_id"][index]]
+    step = completions["step"][index]
     return {
-        "reward": float(answers["reward"][index]),
+        "reward": float(completions["reward"][index]),
         "parts": parts or {},
-        "above": float(f"{answers['reward'][index] - siblings.mean():.4g}") if len(siblings) > 1 else None,
-        "tokens": int(answers["answer_tokens"][index]),
+        "above": float(f"{completions['reward'][index] - siblings.mean():.4g}") if len(siblings) > 1 else None,
+        "tokens": int(completions["answer_tokens"][index]),
         "preview": "".join(pieces)[:PREVIEW].replace("\n", " "),
         "prompt": "".join(texts(list(tokens[:sampled][: HEAD + TAIL]), decode)),
         "uid": uid,
         "fate": fate(run, index)
         + ("" if step is np.ma.masked or fate(run, index) != "trained" else f" in step {int(step) + 1}"),
         "finish": _finish(run, index),
-        "age": None if answers["staleness"][index] is np.ma.masked else int(answers["staleness"][index]),
-        "engine": str(answers["engine"][index]),
-        "seconds": float(answers["finished"][index] - answers["started"][index]),
-        "group": int(answers["group_id"][index]),
-        "sample": int(answers["sample"][index]),
+        "age": None if completions["staleness"][index] is np.ma.masked else int(completions["staleness"][index]),
+        "engine": str(completions["engine"][index]),
+        "seconds": float(completions["finished"][index] - completions["started"][index]),
+        "group": int(completions["group_id"][index]),
+        "sample": int(completions["sample"][index]),
         "pieces": pieces,
         "logprobs": logprobs,
         "gaps": gaps,
@@ -144,7 +144,7 @@ def _sample(
 
 def _finish(run: Recorded, index: int) -> str:
     words = {"stop": "its own end", "length": "the limit of tokens"}
-    return words.get(str(run.answers["finish"][index]), "")
+    return words.get(str(run.completions["finish"][index]), "")
 
 
 def _ends(column: list[Any]) -> list[Any]:

@@ -12,11 +12,11 @@ from asyncrl.observe.report.time_breakdown import CAUSES
 
 KINDS = (*CAUSES, "evaluation")
 MOMENTS = 120_000
-"""Most begins and ends of answers that are kept; of more, every second, third, ... one stands for its neighbours."""
+"""Most starts and ends of completions that are kept; of more, every second, third, ... stands for its neighbours."""
 LONGEST = 4000
-"""Answers that are shown one by one."""
+"""Completions that are shown one by one."""
 WINDOWS = 400
-"""Parts of the run each of which shows its own longest answers."""
+"""Parts of the run each of which shows its own longest completions."""
 SPANS = 60_000
 """Most pieces of the trainer's time: of a longer run the newest."""
 
@@ -54,7 +54,7 @@ def timeline(found: Found) -> dict[str, Any] | None:
             "busy": _numbers(judging["busy"]),
         },
         **_engines(run, begin),
-        "note": _note(len(pieces.starts), len(run.answers["started"])),
+        "note": _note(len(pieces.starts), len(run.completions["started"])),
     }
 
 
@@ -72,13 +72,13 @@ def _trainer(found: Found, evaluations: list[tuple[float, float]], begin: float)
 
 
 def _engines(run: Recorded, begin: float) -> dict[str, Any]:
-    answers = run.answers
-    engine = answers["engine"].astype(str)
+    completions = run.completions
+    engine = completions["engine"].astype(str)
     names = sorted(set(engine.tolist()), key=lambda name: (len(name), name))
     every = max(1, -(-2 * len(engine) // MOMENTS))
     lanes: list[dict[str, Any]] = []
     for name in names:
-        started, finished = (np.sort(answers[column][engine == name]) - begin for column in ("started", "finished"))
+        started, finished = (np.sort(completions[column][engine == name]) - begin for column in ("started", "finished"))
         running = np.searchsorted(started, started, side="right") - np.searchsorted(finished, started, side="right")
         lanes.append(
             {
@@ -89,13 +89,13 @@ def _engines(run: Recorded, begin: float) -> dict[str, Any]:
                 "finished": _packed(finished[every // 2 :: every]),
             }
         )
-    return {"engines": lanes, "answers": _longest(run, names, engine, begin)}
+    return {"engines": lanes, "completions": _longest(run, names, engine, begin)}
 
 
 def _longest(run: Recorded, names: list[str], engine: npt.NDArray[Any], begin: float) -> dict[str, Any]:
     """The longest of each part of the run, so that every tail shows."""
-    answers = run.answers
-    seconds = answers["finished"] - answers["started"]
+    completions = run.completions
+    seconds = completions["finished"] - completions["started"]
     window = np.arange(len(seconds)) * WINDOWS // max(len(seconds), 1)
     order = np.lexsort((-seconds, window))
     firsts = np.searchsorted(window[order], window[order], side="left")
@@ -103,33 +103,34 @@ def _longest(run: Recorded, names: list[str], engine: npt.NDArray[Any], begin: f
     place = {name: number for number, name in enumerate(names)}
     return {
         "engine": [place[name] for name in engine[chosen]],
-        "start": _numbers(answers["started"][chosen] - begin),
+        "start": _numbers(completions["started"][chosen] - begin),
         "seconds": _numbers(seconds[chosen]),
-        "group": answers["group_id"][chosen].tolist(),
-        "sample": answers["sample"][chosen].tolist(),
-        "tokens": answers["answer_tokens"][chosen].tolist(),
-        "reward": _numbers(answers["reward"][chosen]),
+        "group": completions["group_id"][chosen].tolist(),
+        "sample": completions["sample"][chosen].tolist(),
+        "tokens": completions["answer_tokens"][chosen].tolist(),
+        "reward": _numbers(completions["reward"][chosen]),
         "fate": [fate(run, int(index)) for index in chosen],
     }
 
 
 def fate(run: Recorded, index: int) -> str:
-    """What became of an answer, in words; the page looks at their first."""
-    answers = run.answers
-    match answers["fate"][index]:
+    """What became of a completion, in words; the page looks at their first."""
+    completions = run.completions
+    match completions["fate"][index]:
         case "trained":
             return "trained"
         case "dropped":
-            return f"dropped: {str(answers['drop_reason'][index]).replace('_', ' ')}"
+            return f"dropped: {str(completions['drop_reason'][index]).replace('_', ' ')}"
         case _:
             return "waits in the buffer"
 
 
-def _note(pieces: int, answers: int) -> str:
+def _note(pieces: int, completions: int) -> str:
     notes = [
         f"The trainer's newest {SPANS:,} of {pieces:,} spans are shown." if pieces > SPANS else "",
-        f"Of {answers:,} answers the {LONGEST:,} that were longest in their time are shown one by one; areas count all."
-        if answers > LONGEST
+        f"Of {completions:,} completions, the {LONGEST:,} that were longest in their part of the run are shown one by "
+        "one; areas count all."
+        if completions > LONGEST
         else "",
     ]
     return " ".join(filter(None, notes))

@@ -25,7 +25,7 @@ def waste(found: Found) -> dict[str, Any]:
             "label": KEPT.get(name) or f"dropped: {describe(name).label}",
             "tokens": outcomes[name]["tokens"],
             "share": outcomes[name]["tokens"] / total if total else 0.0,
-            "answers": outcomes[name]["answers"],
+            "completions": outcomes[name]["completions"],
             "colour": COLOURS.get(name, "k-dropped"),
             "detail": "",
             "meaning": "" if name in KEPT else describe(name).meaning,
@@ -54,7 +54,7 @@ def _notes(found: Found) -> list[str]:
         )
     again = sum(row.get("reprefilled_tokens") or 0 for row in rows)
     mode = found.run.setting("rollout.on_update", "keep")
-    notes.append(f"{again:,} tokens were prefilled again after new weights (rollout.on_update={mode}).")
+    notes.append(f"{again:,} tokens were prefilled again after weight updates (rollout.on_update={mode}).")
     if found.run.setting("environment.function", ""):
         (turns,) = found.run.connection.execute(AGAIN_BY_TURNS).fetchone() or (0,)
         notes.append(
@@ -63,7 +63,7 @@ def _notes(found: Found) -> list[str]:
         )
     if found.run.attempts > 1:
         notes.append(
-            f"The actors were placed {found.run.attempts} times; answers that were under way go on from where they "
-            "were noted."
+            f"The actors were placed {found.run.attempts} times; unfinished completions continued from "
+            "their last recorded token."
         )
     return notes

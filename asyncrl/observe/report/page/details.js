@@ -24,44 +24,44 @@ Timeline.prototype.ofWeights = function (time) {
   const { weights } = this.data;
   const near = (this.view[1] - this.view[0]) / 200;
   const index = weights.start.findIndex((start, i) => start - near <= time && time <= start + weights.seconds[i] + near);
-  if (index < 0) return ["no version travels"];
-  return ["version " + weights.version[index] + " travels to the engines for " + seconds(weights.seconds[index])];
+  if (index < 0) return ["no weight update"];
+  return ["version " + weights.version[index] + " is sent to the engines for " + seconds(weights.seconds[index])];
 };
 
 Timeline.prototype.ofReward = function (time) {
   const { reward } = this.data;
   const index = upTo(reward.end, time);
   if (index >= reward.end.length) return ["nothing is recorded"];
-  return ["on average over this step " + number(reward.judging[index]) + " answers waited for their reward",
+  return ["on average over this step " + number(reward.judging[index]) + " completions waited for their reward",
     reward.latency[index] === null ? null : seconds(reward.latency[index]) + " each",
     "workers were busy " + percent(reward.busy[index])];
 };
 
 Timeline.prototype.ofEngine = function (time, lane, x, y) {
-  const number_ = this.engines.indexOf(lane.engine), { answers } = this.data;
+  const number_ = this.engines.indexOf(lane.engine), { completions } = this.data;
   const top = lane.top + lane.height - TRACKS * 8 - 1;
   const track = this.tall && y >= top ? Math.floor((y - top) / 8) : -1;
-  const found = this.placed[number_].find(each => each.track === track && this.x(answers.start[each.index]) <= x + 2 &&
-    x - 2 <= this.x(answers.start[each.index] + answers.seconds[each.index]));
+  const found = this.placed[number_].find(each => each.track === track && this.x(completions.start[each.index]) <= x + 2 &&
+    x - 2 <= this.x(completions.start[each.index] + completions.seconds[each.index]));
   if (found) {
     const { index } = found;
     this.chosen = index;
-    return ["group " + answers.group[index] + ", sample " + answers.sample[index],
-      number(answers.tokens[index]) + " tokens in " + seconds(answers.seconds[index]),
-      "reward " + number(answers.reward[index]), answers.fate[index]];
+    return ["group " + completions.group[index] + ", sample " + completions.sample[index],
+      number(completions.tokens[index]) + " tokens in " + seconds(completions.seconds[index]),
+      "reward " + number(completions.reward[index]), completions.fate[index]];
   }
   const running = this.running(lane.engine, time, 0);
-  if (running >= 1) return [number(running) + " answers are generated"];
+  if (running >= 1) return [number(running) + " completions are generated"];
   return [this.idle(time)];
 };
 
-// Why no answer is generated.
+// Why no completion is generated.
 Timeline.prototype.idle = function (time) {
   const { weights, trainer, kinds } = this.data;
-  if (weights.start.some((start, i) => start <= time && time <= start + weights.seconds[i])) return "loads new weights";
+  if (weights.start.some((start, i) => start <= time && time <= start + weights.seconds[i])) return "loads a weight update";
   const index = upTo(this.ends, time);
   const now = index < trainer.start.length && trainer.start[index] <= time ? kinds[trainer.kind[index]] : "";
-  if (now === "evaluation") return "answers held-out prompts";
+  if (now === "evaluation") return "generates completions of held-out prompts";
   if (now === "training" || now === "checkpoint") return "waits for the trainer: no further group may be admitted";
   return "generates nothing: no group is admitted";
 };
@@ -81,8 +81,8 @@ function timelineSection(data) {
   const used = new Set(data.trainer.kind.map(kind => data.kinds[kind]));
   const entry = (name, label) => h("li", null, h("i", { class: "swatch k-" + name }), label);
   const keys = h("ul", { class: "legend" }, Object.entries(CAUSES).filter(([name]) => used.has(name)).map(
-    ([name, label]) => entry(name, label)), entry("area", "answers being generated"), entry("trained", "a long answer, trained on"),
-    data.answers.fate.some(fate => fate.startsWith("dropped")) ? entry("dropped", "dropped") : null, entry("version", "new version served"));
+    ([name, label]) => entry(name, label)), entry("area", "completions being generated"), entry("trained", "a long completion, trained on"),
+    data.completions.fate.some(fate => fate.startsWith("dropped")) ? entry("dropped", "dropped") : null, entry("version", "new version served"));
   const holder = h("div", { class: "canvas" }, canvas);
   whenSized(holder, () => timeline.draw());
   theme.listeners.push(() => timeline.later());

@@ -81,7 +81,7 @@ function upTo(values, limit) {
 
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const CAUSES = {
-  training: "trains", generation: "waits for answers", tail: "waits for the last answers",
+  training: "trains", generation: "waits for completions", tail: "waits for the last completions",
   reward: "waits for rewards", sync: "waits for weights", checkpoint: "writes a checkpoint",
   evaluation: "held-out evaluation", other: "other",
 };

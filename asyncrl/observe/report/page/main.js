@@ -31,9 +31,9 @@ function top(data) {
 
 function wasteSection(waste) {
   if (!waste.rows.length) return [nothing("No token is accounted for yet.")];
-  return [shares(waste.rows), table(["what became of the sampled tokens", "tokens", "share", "answers"],
+  return [shares(waste.rows), table(["outcome of the sampled tokens", "tokens", "share", "completions"],
     waste.rows.map(row => [h("span", { title: row.meaning || null }, row.label), row.tokens.toLocaleString("en"), percent(row.share),
-      row.answers === null ? "" : row.answers.toLocaleString("en")])),
+      row.completions === null ? "" : row.completions.toLocaleString("en")])),
     waste.reasons.length ? h("details", null, h("summary", null, "what the reasons mean"),
       table(["reason", "meaning", "what to do"], waste.reasons, 3)) : null,
     waste.notes.map(text => h("p", { class: "muted" }, text))];
@@ -43,12 +43,12 @@ function start() {
   const data = JSON.parse(byId("data").textContent);
   theme.start();
   top(data);
-  section("learning", "Learning", "Reward of the samples trained on, and answers to held-out prompts.",
+  section("learning", "Learning", "Reward of the samples trained on, and score on held-out prompts.",
     data.learning.length ? charts(data.learning) : nothing("No step is finished yet."));
   section("timeline-section", "Timeline",
-    "Who worked, who waited, and for what. Vertical lines are new weight versions; under each engine lie its longest answers.",
+    "Who worked, who waited, and for what. Vertical lines are policy versions; under each engine are its longest completions.",
     data.timeline ? timelineSection(data.timeline) : nothing("This directory holds no events."));
-  section("distributions", "Lengths and staleness", "Of all finished answers.",
+  section("distributions", "Lengths and staleness", "Of all finished completions.",
     data.distributions.length ? charts(data.distributions) : nothing("No trajectory is recorded."));
   section("correction", "Off-policy correction",
     "How far the engines' policy was from the trainer's, and what the correction did about it.",
@@ -59,7 +59,7 @@ function start() {
   }
   section("waste", "Waste", "Every sampled token is trained on, on its way, or dropped for a reason.", wasteSection(data.waste));
   section("memory", "Memory and load", null, data.memory.length ? charts(data.memory) : nothing("Not recorded."));
-  section("samples", "Samples", "A choice of answers, token by token.",
+  section("samples", "Samples", "A selection of completions, token by token.",
     data.samples ? samplesSection(data.samples) : nothing(data.no_samples));
   section("setup", "Config and environment", null,
     data.environment.length ? table(["environment", "version"], data.environment, 2) : nothing("The environment is not recorded."),

@@ -1,4 +1,4 @@
-// The sample viewer: a list to choose from, and one answer with its tokens coloured.
+// The sample viewer: a list to choose from, and one completion with its tokens coloured.
 "use strict";
 function samplesSection(data) {
   const list = h("ul", { class: "list", id: "sample-list", role: "listbox", "aria-label": "samples" });
@@ -29,8 +29,8 @@ function samplesSection(data) {
     const sample = data.samples[state.sample];
     const by = state.by === "gap" && !sample.gaps ? "logprob" : state.by;
     view.replaceChildren(facts(sample), h("h4", null, "Prompt"), h("pre", { class: "text" }, sample.prompt || "(not recorded)"),
-      h("div", { class: "answer-head" }, h("h4", null, "Answer"), toggles(sample, by), scale(sample, by)),
-      answer(sample, by));
+      h("div", { class: "completion-head" }, h("h4", null, "Completion"), toggles(sample, by), scale(sample, by)),
+      completion(sample, by));
   }
   function toggles(sample, by) {
     const way = (name, label) => h("button", { type: "button", "data-by": name, "aria-pressed": String(by === name),
@@ -49,14 +49,14 @@ function facts(sample) {
   return h("dl", { class: "facts" },
     row("reward", number(sample.reward)), parts.map(([name, value]) => row("reward: " + name, number(value))),
     row("above its group's mean", sample.above === null ? null : (sample.above >= 0 ? "+" : "") + number(sample.above)),
-    row("what became of it", sample.fate), row("tokens", number(sample.tokens)), row("ended by", sample.finish),
+    row("outcome", sample.fate), row("tokens", number(sample.tokens)), row("ended by", sample.finish),
     row("oldest token", sample.age === null ? null : sample.age + (sample.age === 1 ? " version" : " versions") + " old"),
     row("generated", seconds(sample.seconds) + " on " + sample.engine),
-    row("place", "group " + sample.group + ", sample " + sample.sample), row("prompt id", sample.uid));
+    row("slot", "group " + sample.group + ", sample " + sample.sample), row("prompt id", sample.uid));
 }
 
-// Tokens of one answer; `pieces` are their texts, some shared by several tokens that are one character together.
-function answer(sample, by) {
+// Tokens of one completion; `pieces` are their texts, some shared by several tokens that are one character together.
+function completion(sample, by) {
   const box = h("pre", { class: "text tokens by-" + by });
   const values = by === "gap" ? sample.gaps : sample.logprobs;
   let run = 0;
@@ -66,7 +66,7 @@ function answer(sample, by) {
     const version = sample.runs.length ? sample.runs[run][1] : null;
     const given = version === -1;
     const token = h("span", { class: given ? "given" : shade(by, run, values[index]) }, piece);
-    token.addEventListener("mousemove", event => tooltip.show(event, given ? ["given to the model, not sampled"] :
+    token.addEventListener("mousemove", event => tooltip.show(event, given ? ["from the prompt or the environment, not sampled"] :
       ["version " + version, "log-probability " + number(sample.logprobs[index]) + " (p " + number(Math.exp(sample.logprobs[index]), 2) + ")",
         ...(sample.gaps ? ["trainer − engine " + number(sample.gaps[index])] : [])]));
     token.addEventListener("mouseleave", tooltip.hide);

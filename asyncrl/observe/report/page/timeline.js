@@ -19,7 +19,7 @@ class Timeline {
     this.whole = [0, Math.max(data.seconds, 1e-6)];
     this.view = [...this.whole];
     this.chosen = null;
-    this.placeAnswers();
+    this.placeCompletions();
     this.listen();
   }
 
@@ -38,22 +38,22 @@ class Timeline {
     return lanes;
   }
 
-  // The longest answers first, each in the first track that is free there; who finds none is not shown.
-  placeAnswers() {
-    const { answers } = this.data;
-    const order = answers.start.map((_, index) => index).sort((a, b) => answers.seconds[b] - answers.seconds[a]);
+  // The longest completions first, each in the first track that is free there; who finds none is not shown.
+  placeCompletions() {
+    const { completions } = this.data;
+    const order = completions.start.map((_, index) => index).sort((a, b) => completions.seconds[b] - completions.seconds[a]);
     const taken = this.engines.map(() => Array.from({ length: TRACKS }, () => ({ starts: [], ends: [] })));
     this.placed = this.engines.map(() => []);
     for (const index of order) {
-      const start = answers.start[index], end = start + answers.seconds[index];
-      const track = taken[answers.engine[index]].findIndex(each => {
+      const start = completions.start[index], end = start + completions.seconds[index];
+      const track = taken[completions.engine[index]].findIndex(each => {
         const place = upTo(each.starts, start);
         if (place > 0 && each.ends[place - 1] > start || place < each.starts.length && each.starts[place] < end) return false;
         each.starts.splice(place, 0, start);
         each.ends.splice(place, 0, end);
         return true;
       });
-      if (track >= 0) this.placed[answers.engine[index]].push({ index, track });
+      if (track >= 0) this.placed[completions.engine[index]].push({ index, track });
     }
   }
 
@@ -142,21 +142,21 @@ class Timeline {
     }
     pen.lineTo(this.width, base);
     pen.fill();
-    if (this.tall) this.drawAnswers(lane, base + 3);
+    if (this.tall) this.drawCompletions(lane, base + 3);
   }
 
-  // Mean over one pixel where there are many answers in it, so that nothing flickers between the pixels.
+  // Mean over one pixel where there are many completions in it, so that nothing flickers between the pixels.
   running(engine, time, pixel) {
     const at = moment => engine.every * (upTo(engine.started, moment) - upTo(engine.finished, moment));
     return Math.max(0, (at(time) + at(time + pixel / 3) + at(time + pixel * 2 / 3)) / 3);
   }
 
-  drawAnswers(lane, top) {
-    const { answers } = this.data, number = this.engines.indexOf(lane.engine);
+  drawCompletions(lane, top) {
+    const { completions } = this.data, number = this.engines.indexOf(lane.engine);
     for (const { index, track } of this.placed[number]) {
-      const from = this.x(answers.start[index]), to = this.x(answers.start[index] + answers.seconds[index]);
+      const from = this.x(completions.start[index]), to = this.x(completions.start[index] + completions.seconds[index]);
       if (to < this.left || from > this.width || to - from < 0.7) continue;
-      this.pen.fillStyle = this.chosen === index ? this.colours.text : this.colours[fateColour(answers.fate[index])];
+      this.pen.fillStyle = this.chosen === index ? this.colours.text : this.colours[fateColour(completions.fate[index])];
       this.pen.fillRect(from, top + track * 8, Math.max(to - from - 0.5, 0.7), 6);
     }
   }
