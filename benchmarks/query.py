@@ -27,6 +27,7 @@ from asyncrl.buffer.journal import Admitted, Advanced, Begun, Committed, Deliver
 from asyncrl.buffer.payloads import open_log, pack_slot
 from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.data.arrow import encode
+from asyncrl.drop_reasons import DropReason
 from asyncrl.observe.query.queries import READY
 from asyncrl.observe.query.tables import open_run
 from asyncrl.system.run_directory import RunDirectory, replace
@@ -137,7 +138,7 @@ def _decisions(groups: int) -> Iterator[Record]:
     for group in range(groups):
         yield Admitted(group, step, START + 1e6, 1024)
         if group % DROPPED == DROPPED - 1:
-            yield Dropped(group, "timeout")
+            yield Dropped(group, DropReason.TIMEOUT)
             continue
         taken.append(group)
         if len(taken) % TAKE == 0:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from asyncrl.drop_reasons import describe
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.observe.audit.audit import Audit, audit
 from asyncrl.system.run_directory import RunDirectory, read_events
@@ -58,6 +59,8 @@ def _table(directory: RunDirectory, found: Audit) -> Iterator[tuple[str, str]]:
     yield "journal", f"{found.journal.frames} records in {found.journal.files} files, {_torn(found.journal.torn_bytes)}"
     yield "log", f"{found.log.frames} trajectories in {found.log.files} files, {_torn(found.log.torn_bytes)}"
     yield "slots", conservation(found.ledger)
+    for reason, count in sorted(found.ledger.dropped.items()):
+        yield "dropped", f"{count} {reason}: {describe(reason).meaning}"
     yield "checkpoints", f"{len(saved)}, the newest is {saved[-1]}" if saved else "none"
     if found.sound:
         yield "verdict", f"sound: the sums hold after each of {found.journal.frames} records"

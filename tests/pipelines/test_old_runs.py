@@ -37,8 +37,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "slots"),
     [
-        ("finished", "96 = 0 in flight + 0 buffered + 96 consumed + 0 dropped"),
-        ("killed", "276 = 24 in flight + 8 buffered + 128 consumed + 116 dropped (uninformative 116)"),
+        ("finished", "96 = 0 in flight + 0 buffered + 96 consumed + 0 dropped\ncheckpoints"),
+        (
+            "killed",
+            "276 = 24 in flight + 8 buffered + 128 consumed + 116 dropped (uninformative 116)\n"
+            "dropped     116 uninformative: all rewards of the group were equal, so its advantages are zero",
+        ),
     ],
 )
 def test_they_are_checked(runs: Path, name: str, slots: str) -> None:
