@@ -47,7 +47,7 @@ class RewardActor:
 
     async def respond(self, talk: Conversation) -> str | RewardFailure | None:
         """What the environment says next; None when the conversation is over."""
-        (said,) = await self._activity.during("an answer of the environment", self._answering.score([talk]))
+        (said,) = await self._activity.during("a turn of the environment", self._answering.score([talk]))
         if isinstance(said, RewardFailure):
             self._tell(self._environment, said)
         return said

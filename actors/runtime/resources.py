@@ -73,7 +73,7 @@ async def reserve(each: Resources, members: int, timeout_s: float) -> tuple[Any,
     except TimeoutError:
         release(group)
         raise ConfigError(
-            f"the cluster has no place for {members} trainer ranks with {bundle} each within {timeout_s:g} s; "
+            f"the cluster cannot place {members} trainer ranks with {bundle} each within {timeout_s:g} s; "
             "lower trainer.ranks or placement.trainer, or add machines"
         ) from None
     return group, [msgspec.structs.replace(each, gang=(group, index)) for index in range(members)]

@@ -36,7 +36,7 @@ class Reward(Called, frozen=True):
 
 
 class Environment(Called, frozen=True):
-    """Tools, games, users: whatever answers the model, turn by turn. What it says is given, never learned."""
+    """Tools, games, users: whatever replies to the model, turn by turn. Its text is never trained on."""
 
     KIND = "environment"
 
@@ -57,10 +57,11 @@ def check_environment(run: "Run") -> None:
         raise ConfigError("environment.* is set and environment.function is not: name the function, or leave it out")
     if not run.engine.has_model:
         raise ConfigError(
-            f"environment.function has nothing to answer with engine={run.engine.kind}, which writes no text"
+            f"environment.function={run.environment.function} needs text, and engine={run.engine.kind} generates none; "
+            "use engine=native or vllm"
         )
     if run.environment.max_turns == 1:
-        raise ConfigError("environment.max_turns=1 ends every answer before the environment is asked; set 2 or more")
+        raise ConfigError("environment.max_turns=1 ends every sample before the environment is called; set 2 or more")
 
 
 class Stage(Called, frozen=True):

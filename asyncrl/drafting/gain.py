@@ -33,7 +33,7 @@ class Notice:
                 self._off ^= {first}
                 state = "off" if first in self._off else "on again"
                 said.append(
-                    f"drafting is {state} from {first} running answers on: {gain:.2f}x of plain decoding with "
+                    f"drafting is {state} from {first} running completions on: {gain:.2f}x of plain decoding with "
                     f"{best.verify} tokens"
                 )
         return said

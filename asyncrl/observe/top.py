@@ -20,7 +20,7 @@ STEPS = 10
 """Newest steps that rates and waits are the mean of."""
 CURVE = 60
 """Newest steps whose reward is kept."""
-ANSWERS = 4000
+COMPLETIONS = 4000
 """Newest completions that the engines' rates are computed from."""
 RATE_S = 30.0
 """Seconds before the newest completion that they are computed over."""
@@ -46,7 +46,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    answers_per_second: float = 0.0
+    completions_per_second: float = 0.0
     tokens_per_second: float = 0.0
     mean_seconds: float | None = None
     """Of a completion; None for an engine that has finished none lately."""
@@ -91,13 +91,13 @@ class Watch:
         self._held_out: float | None = None
         self._begun = self._last_event = 0.0
         self._news: deque[dict[str, Any]] = deque(maxlen=EVENTS)
-        self._answers: deque[Row] = deque(maxlen=ANSWERS)
+        self._completions: deque[Row] = deque(maxlen=COMPLETIONS)
         self._tail: Tail | None = None
 
     def look(self) -> Snapshot:
         self._read_events()
         self._read_metrics()
-        self._read_answers()
+        self._read_completions()
         rows = self._rows
         recent = rows[-STEPS - 1 :]
         seconds = recent[-1]["loop_seconds"] - recent[0]["loop_seconds"] if len(recent) > 1 else 0.0
@@ -159,19 +159,19 @@ class Watch:
         except FileNotFoundError:
             pass  # before the first step
 
-    def _read_answers(self) -> None:
+    def _read_completions(self) -> None:
         place = self._directory.trajectories
         if self._tail is None and place.exists():
-            self._tail = Tail(place, payloads.STEM, payloads.SCHEMA_HASH, ANSWERS)
+            self._tail = Tail(place, payloads.STEM, payloads.SCHEMA_HASH, COMPLETIONS)
         for payload in self._tail.read() if self._tail else ():
             try:
-                self._answers.append(read_row(payload))
+                self._completions.append(read_row(payload))
             except ValueError as error:
                 raise CorruptSegmentError(f"{place}: {error}: see `asyncrl check`") from None
 
     def _engines(self) -> dict[str, Engine]:
-        end = max((row.finished for row in self._answers), default=0.0)
-        recent = [row for row in self._answers if row.finished > end - RATE_S]
+        end = max((row.finished for row in self._completions), default=0.0)
+        recent = [row for row in self._completions if row.finished > end - RATE_S]
         begin = min((row.finished for row in recent), default=end)
         span = max(end - begin, 1.0)
         loads = _loads(self._rows[-STEPS - 1 :], (self._settings.get("engine") or {}).get("max_batch") or 0)
@@ -194,7 +194,7 @@ class Watch:
         roster = self._directory.actors
         if not roster.exists():
             if self._rows or quiet > START_S:
-                return "dead", "dead: it left no word of its end, nor of its processes"
+                return "dead", "dead: it recorded neither its end nor its processes"
             return "starting", f"starting: no actor is placed yet (last event {quiet:.0f} s ago)"
         driver, alive = driver_of(roster)
         if alive:

@@ -118,6 +118,6 @@ def check_scales(given: Sequence[LayerScales], measured: Sequence[LayerScales], 
         for kind, scale, own in zip(KINDS, *pair, strict=True):
             if not BELOW <= own / scale <= BEYOND:
                 raise WeightSyncError(
-                    f"{who}: the scale of {kind} in layer {layer} is {scale:.3g}, and these weights ask for about "
+                    f"{who}: the scale of {kind} in layer {layer} is {scale:.3g}, and these weights need about "
                     f"{own:.3g}: stale scales; publish again, or use rollout.kv_scales=engine"
                 )

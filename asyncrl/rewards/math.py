@@ -13,13 +13,13 @@ from asyncrl.user_code.score import Score
 
 # Here and not where it is used: importing it takes seconds, which must not count as time spent on the first reward.
 verify = require("math_verify", extra="math")
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # answers without a formula in them are no news
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # completions without a formula are no news
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 FORMULAS = (verify.LatexExtractionConfig(boxed_match_priority=0), verify.ExprExtractionConfig())
 
 
 def reward(prompt: str, completion: str, answer: str) -> float:
-    """1 for the right answer: the last one boxed, or else the last formula or number."""
+    """1 if the completion's formula equals the reference: the last one boxed, or else the last formula or number."""
     return _equal(completion, answer)
 
 
@@ -37,11 +37,11 @@ def _equal(completion: str, answer: str) -> float:
 
 @lru_cache(maxsize=1024)
 def _right(answer: str) -> tuple[Any, ...]:
-    """The right answer, parsed; asked for once for each answer of a group."""
+    """The reference, parsed once for all samples of a group."""
     text = answer.rpartition("####")[2].strip()
     bare = "\\boxed" not in text and "$" not in text
     if not (parsed := _parse(f"\\boxed{{{text}}}" if bare else text)):
-        raise ValueError(f"the right answer {answer!r:.200} is no formula; look at the column that task.answer names")
+        raise ValueError(f"the reference {answer!r:.200} is no formula; look at the column that task.answer names")
     return tuple(parsed)
 
 

@@ -1,6 +1,6 @@
 """A profile from a finished run: what its directory says about lengths, engines, trainer and weight updates.
 
-Paces are found by least squares over all answers and all forwards and backwards. Where trainer and engines share a
+Paces are found by least squares over all completions and all forwards and backwards. Where trainer and engines share a
 machine, each of them is slower while the other is at work; how much is found in the same spans, for they had more or
 less company.
 """
@@ -61,7 +61,7 @@ def calibrate(directory: RunDirectory, run: Run) -> Profile:
     groups = complete(samples, run.rollout.group_size)
     takes = read_takes(directory, events)
     if not groups or not takes:
-        raise ConfigError(f"{directory.path} holds no answers that were trained on: there is nothing to measure")
+        raise ConfigError(f"{directory.path} holds no samples that were trained on: there is nothing to measure")
     every = -(-len(groups) // MOST_GROUPS)
     publications = read_publications(events)
     step, trainer, sharing = paces(samples, _warm(takes), groups, run.engine.max_batch)
@@ -85,7 +85,7 @@ def calibrate(directory: RunDirectory, run: Run) -> Profile:
         sharing=sharing,
         informative=fmean(informative(group) for group in groups.values()),
         kl_per_version=_kl_per_version(rows),
-        source=f"measured: {directory.path.name}, {len(rows)} steps, {len(samples)} answers",
+        source=f"measured: {directory.path.name}, {len(rows)} steps, {len(samples)} samples",
     )
 
 
@@ -142,7 +142,7 @@ def _per_step(takes: Sequence[Take], publications: Mapping[int, Publication], ev
 
 
 def _per_ask(takes: Sequence[Take], left: Mapping[int, float]) -> float:
-    """Of takes whose answers had left their engines long before."""
+    """Of takes whose completions had left their engines long before."""
     there = [
         take.given - take.asked
         for take in takes
@@ -152,8 +152,8 @@ def _per_ask(takes: Sequence[Take], left: Mapping[int, float]) -> float:
 
 
 def _latency(takes: Sequence[Take], left: Mapping[int, float]) -> float:
-    """From an engine to the trainer, where the trainer waited for it. The mean, for which answers left together is not
-    known exactly; without the longest and the shortest, where it was something else that the trainer waited for."""
+    """From an engine to the trainer, where the trainer waited for it. The mean, for which completions left together is
+    not known exactly; without the longest and the shortest, where it was something else that the trainer waited for."""
     lags = [
         take.given - last
         for take in takes

@@ -70,7 +70,7 @@ def _prompts(items: Iterable[Any], source: str) -> Iterator[Prompt]:
 
 
 def _prompt(item: Any, uid: str) -> Prompt:
-    """A text, a pair of text and answer, a mapping with `prompt` and `answer`, or a Prompt."""
+    """A text, a pair of text and reference, a mapping with `prompt` and `answer`, or a Prompt."""
     match item:
         case Prompt():
             return item
@@ -82,5 +82,5 @@ def _prompt(item: Any, uid: str) -> Prompt:
             return make_prompt(prompt, answer, uid)
         case _:
             raise ValueError(
-                f'{item!r:.200} is no prompt; give a text, (text, answer) or {{"prompt": ..., "answer": ...}}'
+                f'{item!r:.200} is no prompt; give a text, (text, reference) or {{"prompt": ..., "answer": ...}}'
             )

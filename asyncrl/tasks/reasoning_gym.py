@@ -1,4 +1,4 @@
-"""Questions from reasoning-gym, a library of generators that also judge the answers to them.
+"""Prompts from reasoning-gym, a library of generators that also judge the completions.
 
 The answer is expected between <answer> and </answer>; the reasoning around it is not judged.
 """
@@ -22,7 +22,7 @@ from asyncrl.types import Prompt
 # Here and not where it is used: importing it takes seconds, which must not count as time spent on the first reward.
 gym = require("reasoning_gym", extra="reasoning")
 SIZE = 20_000
-"""Questions to draw from; some generators make all of them at the start, and one refuses to make more."""
+"""Prompts to draw from; some generators make all of them at the start, and one refuses to make more."""
 MAX_DRAWS = 1000
 """One text in eight is held out, so a split of which none is found within these is empty."""
 FORMAT_SHARE = 0.1
@@ -38,7 +38,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class ReasoningGym:
-    """Questions of one dataset; the text alone decides the split it belongs to."""
+    """Prompts of one dataset; the text alone decides the split it belongs to."""
 
     def __init__(self, settings: ReasoningGymTask, seed: int) -> None:
         self._settings = settings
@@ -63,30 +63,30 @@ class ReasoningGym:
             entry = self._entry(random.randrange(SIZE))
             if is_held_out(entry["question"]) == (split == "held_out"):
                 return entry
-        raise self._refusal(f"makes too few different questions: none was found for the split {split}")
+        raise self._refusal(f"makes too few different prompts: none was found for the split {split}")
 
     def _entry(self, position: int) -> dict[str, Any]:
         try:
             return self._dataset[position]
         except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
-            raise self._refusal(f"cannot make a question: {type(error).__name__}: {error}") from None
+            raise self._refusal(f"cannot make a prompt: {type(error).__name__}: {error}") from None
 
     def _text(self, entry: dict[str, Any]) -> str:
         return "\n".join(filter(None, (entry["question"], self._settings.instruction)))
 
     def _solution(self, entry: dict[str, Any]) -> str:
         if entry["answer"] is None:
-            raise self._refusal("does not tell its answers: set task.examples=0")
+            raise self._refusal("has no references to show as examples: set task.examples=0")
         return f"<answer>{entry['answer']}</answer>"
 
     def _json(self, entry: dict[str, Any]) -> str:
-        # A few datasets note fractions and the like beside their answers.
+        # A few datasets note fractions and the like beside their references.
         return json.dumps(
             {"dataset": self._settings.dataset, "options": self._settings.options, "entry": entry}, default=str
         )
 
     def _check_judge(self, entry: dict[str, Any]) -> None:
-        """Refuse a dataset whose judge needs what JSON cannot carry: it would call right answers wrong."""
+        """Refuse a dataset whose judge needs what JSON cannot carry: it would call right completions wrong."""
         if isinstance(answer := entry["answer"], str):
             marks = self._dataset.score_answer(answer, entry)
             if marks != self._dataset.score_answer(answer, json.loads(self._json(entry))["entry"]):

@@ -66,7 +66,7 @@ class HerePool(Generic[In, Out]):
             async with asyncio.timeout(limit_s):
                 return await result
         except TimeoutError:
-            message = f"no answer within {limit_s:g} s; it goes on in a thread: a function in a file can be killed"
+            message = f"no result within {limit_s:g} s; it goes on in a thread: a function in a file can be killed"
             return RewardFailure(DropReason.of_function(kind, "timeout"), message)
 
     async def close(self) -> None: ...

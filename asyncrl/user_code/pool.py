@@ -36,7 +36,7 @@ PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_L
 
 
 class Child:
-    """A running worker process and its answers, which are of the type that its kind of function has."""
+    """A running worker process and its results, which are of the type that its kind of function has."""
 
     def __init__(self, process: asyncio.subprocess.Process, kind: str) -> None:
         assert process.stdin is not None
@@ -66,7 +66,7 @@ class Child:
         return self._process.returncode is None
 
     def send(self, inputs: Sequence[object]) -> None:
-        # Not drained: a child that waits for us to read its answers would make both wait.
+        # Not drained: a child that waits for us to read its results would make both wait.
         payloads = [msgspec.msgpack.encode(sample) for sample in inputs]
         self._stdin.write(b"".join(HEADER.pack(len(payload)) + payload for payload in payloads))
 
@@ -103,13 +103,13 @@ class Child:
 
 
 class Frames:
-    """Bytes from a worker, cut into answers."""
+    """Bytes from a worker, cut into results."""
 
     def __init__(self, received: bytes = b"") -> None:
         self.buffer = bytearray(received)
 
     def take(self) -> bytes | None:
-        """The first complete answer, if there is one."""
+        """The first complete result, if there is one."""
         if len(self.buffer) < HEADER.size:
             return None
         end = HEADER.size + HEADER.unpack_from(self.buffer)[0]
@@ -121,7 +121,7 @@ class Frames:
 
 
 def imported(received: bytes) -> RewardFailure | None:
-    """A worker's first answer: whether it could import the function; EOFError if there is none."""
+    """A worker's first message: whether it could import the function; EOFError if there is none."""
     if (payload := Frames(received).take()) is None:
         raise EOFError
     return msgspec.msgpack.decode(payload, type=RewardFailure | None)
@@ -192,7 +192,7 @@ class Pool(Generic[In, Out]):
 
     @property
     def judging(self) -> tuple[Judging, ...]:
-        """Workers that owe an answer, the oldest first."""
+        """Workers that owe a result, the oldest first."""
         owed = [judging for worker in self._workers if (judging := worker.judging) is not None]
         return tuple(sorted(owed, key=lambda judging: -judging.seconds))
 
@@ -243,7 +243,7 @@ class _Worker:
         self._child: Child | None = None
         self._closed = False
         self._owed: tuple[int, float, float] | None = None
-        """Process, beginning and limit of the answer that is waited for."""
+        """Process, beginning and limit of the result that is waited for."""
         self.judged: list[Any] = []
         """Of the share at hand."""
 
@@ -261,7 +261,7 @@ class _Worker:
                 results += await self._attempt(inputs[len(results) :])
         finally:
             self.judged = []
-            if len(results) < len(inputs):  # cancelled: the answers to come belong to nobody
+            if len(results) < len(inputs):  # cancelled: nobody waits for the results to come
                 await self._end()
         return results
 
@@ -297,12 +297,12 @@ class _Worker:
         return child
 
     async def _next(self, child: Child, limit_s: float) -> Any:
-        """The next answer; if none comes, the child is ended and the reason is the answer."""
+        """The next result; if none comes, the child is ended and the failure is the result."""
         self._owed = child.pid, time.monotonic(), limit_s
         try:
             return await child.receive(limit_s)
         except TimeoutError:
-            failure = self._failure("timeout", f"no answer within {limit_s:g} s; the function was killed")
+            failure = self._failure("timeout", f"no result within {limit_s:g} s; the function was killed")
         except EOFError:
             failure = self._failure("error", f"the {self._settings.KIND} process ended: {await child.fate()}")
         finally:

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="another algorithm=, correction=, trainer.*="
     )
     command.add_argument("--out", type=Path, metavar="DIR", help="a new directory for model, metrics and summary")
-    command.add_argument("--evaluate", action="store_true", help="answer the run's held-out prompts with the result")
+    command.add_argument("--evaluate", action="store_true", help="evaluate the result on the run's held-out prompts")
     command = commands.add_parser("compare", help="runs and replays side by side: figures, settings, curves")
     command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, or of replay --out")
     command.add_argument(
@@ -80,7 +80,7 @@ def _add_looking(add: Callable[..., argparse.ArgumentParser]) -> None:
         "report": "one HTML file that shows a run, also while it goes on: what bounds it, curves, timeline, samples",
         "trace": "its timeline for Perfetto or chrome://tracing",
         "top": "watch it from another terminal",
-        "query": "ask its trajectories, metrics and events with SQL",
+        "query": "query its trajectories, metrics and events with SQL",
     }
     parsers = {name: add(name, help=text) for name, text in texts.items()}
     for parser in parsers.values():
@@ -89,7 +89,7 @@ def _add_looking(add: Callable[..., argparse.ArgumentParser]) -> None:
         parsers[name].add_argument("--out", type=Path, metavar="FILE", help=f"where to (RUN/{written})")
     query = parsers["query"]
     query.add_argument("sql", nargs="?", metavar="SQL", help="or the name of a ready one; without: tables and names")
-    query.add_argument("--format", choices=("table", "csv", "json"), default="table", help="of the answer (table)")
+    query.add_argument("--format", choices=("table", "csv", "json"), default="table", help="of the result (table)")
     doctor = add("doctor", help="look at this machine: what is wrong, and the command that mends it")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
@@ -134,7 +134,7 @@ def _add_chaos(check: argparse.ArgumentParser, chaos: argparse.ArgumentParser) -
 
 def _add_drafter(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    command = actions.add_parser("train", help="learn a head from the recorded answers, for the newest policy")
+    command = actions.add_parser("train", help="learn a head from the recorded samples, for the newest policy")
     command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
     command.add_argument("--kind", choices=("eagle3", "eagle"), help="the run's own, or eagle3")
     command.add_argument("--steps", type=int, default=400, metavar="N", help="updates of the head (400)")

@@ -187,7 +187,7 @@ def _notes(outcomes: Sequence[Outcome], best: Outcome | None, settings: Run) -> 
         )
         if min(rates.trainer_wait, rates.rollout_idle) > BOTH_WAIT:
             notes.append(
-                f"both sides wait there, for the longest answers: max_staleness={settings.max_staleness} leaves no "
+                f"both sides wait there, for the longest completions: max_staleness={settings.max_staleness} leaves no "
                 "more room to run ahead, and other GPUs would not help"
             )
     if any(outcome.short_of_memory for outcome in outcomes):

@@ -22,7 +22,7 @@ REFRESH_S = 1.0
 BARS = "▁▂▃▄▅▆▇█"
 COLORS = {"running": "green", "starting": "yellow", "ended": "cyan", "dead": "red"}
 LINES = {
-    "answers": "{running} running   {waiting} waiting   on {replicas} engines",
+    "completions": "{running} running   {waiting} waiting   on {replicas} engines",
     "buffer": "{in_flight} in flight   {buffered} buffered   {dropped} dropped",
     "staleness": "{staleness_mean:.2f} on average   {staleness_max} at most",
 }
@@ -103,12 +103,12 @@ def _figures(found: Snapshot) -> Table:
 
 
 def _engines(found: Snapshot) -> Table:
-    names = ("engine", "answers/s", "tokens/s", "seconds an answer", "running", "waiting", "busy", "version")
+    names = ("engine", "completions/s", "tokens/s", "s/completion", "running", "waiting", "busy", "version")
     table = Table(*names, box=None, padding=(0, 2, 0, 0))
     for name, engine in found.engines.items():
         table.add_row(
             _plain(name),
-            f"{engine.answers_per_second:.1f}",
+            f"{engine.completions_per_second:.1f}",
             f"{engine.tokens_per_second:,.0f}",
             "" if engine.mean_seconds is None else f"{engine.mean_seconds:.2f}",
             *_load(engine.load),

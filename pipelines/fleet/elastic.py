@@ -3,7 +3,7 @@
     who waits for whom (asyncrl.fleet.elastic decides)
         |
         +-- grow:   place_engine -> start -> fetch the current version -> serve           nobody else stops
-        +-- shrink: give it nothing more -> hand answers over -> leave -> end     they go on elsewhere from there
+        +-- shrink: drain it, no new tickets -> completions go to others -> leave -> end     they continue there
 
 A new engine reads the version that counts from where the trainer has put it: the shared memory of this machine, or the
 file. Where it cannot, a peer writes it a file, beside its own work. Only if that fails too, everybody gets the version
@@ -59,7 +59,7 @@ class Waits:
 
 
 async def engine_stats(fleet: Fleet, names: tuple[str, ...]) -> dict[str, EngineStats]:
-    """Of those that answer."""
+    """Of those that respond."""
     found = await asyncio.gather(*(fleet.state.handles[name].stats() for name in names), return_exceptions=True)
     return {name: stats for name, stats in zip(names, found, strict=True) if isinstance(stats, EngineStats)}
 
@@ -149,7 +149,7 @@ class ElasticPool:
         except (TimeoutError, ActorError, EngineError) as error:
             self._policy.refused(time.monotonic(), len(self._state.serving))
             self._recorder.event(
-                "engine_not_joined", engine=name, reason=str(error) or "no place, or no weights, in time"
+                "engine_not_joined", engine=name, reason=str(error) or "not placed, or no weights loaded, in time"
             )
             return
         if version is None:
@@ -206,7 +206,7 @@ class ElasticPool:
         begun = time.time()
         actor, samples = self._state.handles[name], self._engines.load.of(name)
         self._recorder.event("engine_draining", engine=name, samples=samples)
-        # Between two publications every engine has the same version: no answer goes on under an older one.
+        # Between two publications every engine has the same version: no completion goes on under an older one.
         async with self._one_version:
             with suppress(ActorError, TimeoutError):
                 async with asyncio.timeout(self._deadline_s):

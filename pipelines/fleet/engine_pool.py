@@ -3,10 +3,10 @@
     share -> generate on the engine with the least to do
                  | its process dies
                  v
-             what it had not finished goes to the others, each answer from where it was at the last weight update;
+             what it had not finished goes to the others, each completion from where it was at the last weight update;
              the process is made anew, started, given the current weights, and takes part again
 
-An engine that is told to leave (pipelines/fleet/elastic.py) hands its answers over in the same way.
+An engine that is told to leave (pipelines/fleet/elastic.py) passes its completions on in the same way.
 Only a dead process is replaced. One that hangs is the watchdog's business.
 """
 
@@ -169,7 +169,7 @@ class EnginePool:
             self._note_deaths()
             if hung := self._state.hung:
                 raise WeightSyncError(
-                    f"{', '.join(sorted(hung))} did not answer to version {published.version}; {RESUME}"
+                    f"{', '.join(sorted(hung))} did not acknowledge version {published.version}; {RESUME}"
                 )
             await self.notify()
             return published

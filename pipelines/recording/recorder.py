@@ -207,7 +207,7 @@ class Recorder:
     def lost(self, engine: str, reason: str) -> None:
         """An engine died, and is brought back."""
         self.event("engine_lost", engine=engine, reason=reason)
-        self._say(f"{engine} died and is started again; its answers go on elsewhere")
+        self._say(f"{engine} died and is started again; its completions continue on other engines")
 
     def resized(self, size: int, wanted: int, reason: str) -> None:
         """The elastic pool was given another target size."""

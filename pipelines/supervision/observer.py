@@ -66,7 +66,7 @@ class Observer:
         if completed > self._completed:
             self._completed, news = completed, "a complete group"
         if evaluated > self._evaluated:
-            news = "a held-out answer"
+            news = "a held-out completion"
         self._evaluated = evaluated  # fewer than before when an engine was started again
         return news
 

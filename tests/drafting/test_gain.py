@@ -31,8 +31,10 @@ def test_drafting_that_does_not_pay_is_said_once_and_again_when_it_clearly_does(
     slow, border, fast = (
         [arm(65, 0, 5, 100.0), arm(65, 2, 5, 80.0), arm(65, 4, 5, rate)] for rate in (91.0, 101.0, 103.0)
     )
-    assert notice.changes(slow) == ["drafting is off from 65 running answers on: 0.91x of plain decoding with 4 tokens"]
+    assert notice.changes(slow) == [
+        "drafting is off from 65 running completions on: 0.91x of plain decoding with 4 tokens"
+    ]
     assert notice.changes(slow) == []
     assert notice.changes(border) == []
     (again,) = notice.changes(fast)
-    assert again.startswith("drafting is on again from 65 running answers on: 1.03x")
+    assert again.startswith("drafting is on again from 65 running completions on: 1.03x")

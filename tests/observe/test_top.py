@@ -57,7 +57,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert (found.step, found.held_out, found.rewards, found.elapsed) == (1, 0.5, (0.5,), 4.0)
     assert [event["kind"] for event in found.events] == ["fleet_started", "evaluation", "alarm"]
     engine = found.engines["rollout-0"]
-    assert (engine.answers_per_second, engine.tokens_per_second, engine.mean_seconds) == (5 / 9, 14 / 9, 1.4)
+    assert (engine.completions_per_second, engine.tokens_per_second, engine.mean_seconds) == (5 / 9, 14 / 9, 1.4)
     assert "ess=0.1 is low" in shown(tmp_path / "run")
 
 

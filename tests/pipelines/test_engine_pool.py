@@ -92,7 +92,7 @@ def test_one_that_hangs_ends_the_run() -> None:
             await asyncio.Event().wait()
 
         at.engines["b"].before = hang
-        with pytest.raises(WeightSyncError, match="b did not answer to version 1; `asyncrl resume` continues"):
+        with pytest.raises(WeightSyncError, match="b did not acknowledge version 1; `asyncrl resume` continues"):
             await at.publish()
 
     asyncio.run(scenario())

@@ -57,8 +57,8 @@ CASES = {
     ),
     "an engine hangs": (
         snapshot(MISSING, rollout("generate"), calls=(GENERATE, TAKE)),
-        "trainer waits for group 81: sample 3 has been in generation on rollout-2 for 64 s, its engine (3 running, "
-        "1 waiting) made its last step 62 s ago, last event 2 s ago: x",
+        "trainer waits for group 81: sample 3 has been in generation on rollout-2 for 64 s, its engine (3 "
+        "running, 1 waiting) made its last step 62 s ago, last event 2 s ago: x",
         "rollout-2",
     ),
     "a sample was lost by an actor that still has its call": (
@@ -75,7 +75,7 @@ CASES = {
     ),
     "a sample was never sent": (
         snapshot(MISSING, calls=(TAKE,)),
-        "trainer waits for group 81: sample 3 was sent to nobody, its group ends flow.group_timeout_s=300 s after "
+        "trainer waits for group 81: sample 3 was sent to no engine, its group ends flow.group_timeout_s=300 s after "
         "admission",
         None,
     ),
@@ -176,8 +176,8 @@ CASES = {
     ),
     "an evaluation hangs": (
         snapshot(rollout(), calls=(Call(actor="rollout-2", method="evaluate", seconds=64),)),
-        "the evaluation waits for answers: rollout-2 has worked on held-out prompts for 64 s, its engine (3 running, "
-        "1 waiting) made its last step 62 s ago, last event 2 s ago: x",
+        "the evaluation waits for completions: rollout-2 has worked on held-out prompts for 64 s, its engine (3 "
+        "running, 1 waiting) made its last step 62 s ago, last event 2 s ago: x",
         "rollout-2",
     ),
     "an actor cannot be placed": (
@@ -213,4 +213,4 @@ def test_the_sentence(case: str) -> None:
 
 def test_a_picture_of_nothing_is_explained_as_well() -> None:
     assert explain(snapshot(calls=())).sentence.startswith("the run waits for no actor: its own event loop is idle")
-    assert explain(snapshot(calls=(TAKE,))).sentence.endswith("the buffer has said nothing of itself yet")
+    assert explain(snapshot(calls=(TAKE,))).sentence.endswith("the buffer has not reported yet")

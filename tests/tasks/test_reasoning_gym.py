@@ -65,7 +65,7 @@ def test_the_splits_share_no_text_whatever_the_seed() -> None:
         ("chain_sum", {"seed": 2}, "unknown key task.options.seed"),
         ("chain_sum", {"min_terms": 9}, "do not fit task.dataset=chain_sum: max_terms must be >= min_terms"),
         ("chain_sum", {"min_terms": "two"}, "do not fit task.dataset=chain_sum"),
-        ("spell_backward", {"min_word_len": 90, "max_word_len": 99}, "cannot make a question: IndexError"),
+        ("spell_backward", {"min_word_len": 90, "max_word_len": 99}, "cannot make a prompt: IndexError"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1, "min_digits": 1}, None),
     ],
 )
@@ -96,7 +96,7 @@ def test_solved_examples_are_earlier_turns() -> None:
     ("dataset", "examples", "said"),
     [
         ("rearc", 0, "is judged by values that do not fit into JSON"),
-        ("propositional_logic", 1, "does not tell its answers: set task.examples=0"),
+        ("propositional_logic", 1, "has no references to show as examples: set task.examples=0"),
     ],
 )
 def test_datasets_that_cannot_serve(dataset: str, examples: int, said: str) -> None:
@@ -106,7 +106,7 @@ def test_datasets_that_cannot_serve(dataset: str, examples: int, said: str) -> N
 
 def test_a_split_without_questions_is_an_error_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "is_held_out", lambda text: False)
-    with pytest.raises(ConfigError, match="makes too few different questions: none was found for the split held_out"):
+    with pytest.raises(ConfigError, match="makes too few different prompts: none was found for the split held_out"):
         prompts(SUMS, "held_out", 1)
 
 

@@ -53,7 +53,7 @@ class _Trail:
                 self._actor(name, otherwise=f"it has taken {call.seconds:.0f} s so far", pronoun=pronoun)
                 self._backlog()
             case "evaluate":
-                self._head = "the evaluation waits for answers"
+                self._head = "the evaluation waits for completions"
                 self._rollout(call)
             case "take":
                 self._take()
@@ -84,7 +84,7 @@ class _Trail:
             return self._actor("buffer", pronoun="the buffer")
         status = self._status()
         if status is None:
-            self._links.append("the buffer has said nothing of itself yet")
+            self._links.append("the buffer has not reported yet")
         elif status.oldest_group is None:
             self._no_group(status.refusal)
         else:
@@ -107,7 +107,7 @@ class _Trail:
     def _no_group(self, refusal: str) -> None:
         if self._picture.dropped:
             return self._dropped()
-        self._links.append(f"none is being generated and none is admitted ({refusal or 'nobody has asked for one'})")
+        self._links.append(f"none is being generated and none is admitted ({refusal or 'no ticket was requested'})")
         if "not published" in refusal:
             self._publication()
 
@@ -127,7 +127,7 @@ class _Trail:
         name = self._sent_to(group, sample)
         if name is None:
             ended = self._picture.ended.get(group)
-            fate = f"sent to {ended}, which says that it is done: it was lost" if ended else "sent to nobody"
+            fate = f"sent to {ended}, which says that it is done: it was lost" if ended else "sent to no engine"
             self._links.append(f"sample {sample} was {fate}")
             return self._deadline()
         if self._faulty(name) or at is None:
@@ -175,7 +175,7 @@ class _Trail:
             self._links.append("and none is under way")
             return
         call = next((call for call in calls if self._faulty(call.actor)), calls[0])
-        what = "put its version out" if call.method == "export_weights" else "acknowledged the new version"
+        what = "exported its version" if call.method == "export_weights" else "acknowledged the new version"
         self._links.append(f"{call.actor} has not {what} for {call.seconds:.0f} s")
         self._actor(call.actor, pronoun="it")
 
@@ -219,7 +219,7 @@ class _Trail:
         self._suspects.append(name)
         view = self._picture.actors.get(name)
         if view is None:
-            self._links.append(otherwise or f"{pronoun} has said nothing of itself yet")
+            self._links.append(otherwise or f"{pronoun} has not reported yet")
             return
         if view.health in ("dead", "stopped", "silent"):
             self._links.append(f"{pronoun} {_condition(view)}{self._last(name)}")

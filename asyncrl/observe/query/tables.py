@@ -54,8 +54,8 @@ METRICS = {
 }
 """Columns that every run has, also before its first step; what else a step recorded comes after them."""
 TABLES = {
-    "trajectories": "a row for each finished answer",
-    "groups": "a row for each group of answers to one prompt that was begun",
+    "trajectories": "a row for each finished sample",
+    "groups": "a row for each group of samples that was admitted",
     "metrics": "a row for each step",
     "events": "spans (with seconds) and moments (without), in the order they were written",
     "evaluations": "a row for each evaluation on held-out prompts",
@@ -145,7 +145,7 @@ def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
 
 
 def read_buffer(directory: Path) -> tuple[Any, GroupOutcomes]:
-    """The answers are opened first, so that the journal, opened after them, has the group of each."""
+    """The completions are opened first, so that the journal, opened after them, has the group of each."""
     answers = list(open_files(directory, payloads.STEM, payloads.SCHEMA_HASH))
     decisions = list(open_files(directory, journal.STEM, journal.SCHEMA_HASH))
     with ThreadPoolExecutor(THREADS) as threads:  # numpy and Arrow do not hold the interpreter up
