@@ -13,6 +13,7 @@ from actors.drafter.actor import DrafterActor
 from actors.drafter.hidden_stream import HiddenStream
 from asyncrl.config import Run
 from asyncrl.config.precision import gathered_in
+from asyncrl.config.weights import published_adapters
 from asyncrl.data.arrow import decode
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.idle_gate import BusyFlag
@@ -21,7 +22,7 @@ from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.system.devices import give_way
 from asyncrl.training import checkpoint
-from asyncrl.training.device import engines_merge_adapters, engines_on_gpu, rank_device
+from asyncrl.training.device import engines_on_gpu, rank_device
 from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.export import likeliest
 from asyncrl.training.guardrails import Guardrails
@@ -114,7 +115,7 @@ class TrainerActor:
     def _source(self) -> Source:
         """The weights in the precision that engines serve, so that both sides digest the same bytes."""
         narrow = gathered_in(self._run, quantizes=self._fp8.quantizes) == "bf16"
-        only = bool(self._run.trainer.lora.rank) and engines_merge_adapters(self._run)
+        only = bool(published_adapters(self._run))
         inner = self._learner.source(torch.bfloat16 if narrow else torch.float32, adapters_only=only)
         return self._fp8.travelling(inner)
 

@@ -25,8 +25,7 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
     checks_trees: ClassVar[bool] = False
     """Whether it verifies trees of drafted tokens, and not only chains."""
     merges_adapters: ClassVar[bool] = False
-    """Whether, without FP8 and on a CPU, it merges LoRA adapters into the weights that it was started with. Others get
-    merged weights."""
+    """Whether it merges LoRA adapters into the weights that it was started with. Others get merged weights."""
     fp8_by_publication: ClassVar[bool] = False
     """Whether each publication says what is in FP8, so that an engine can leave FP8 while it runs."""
 
@@ -59,6 +58,10 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         """Bytes of KV cache in the host's memory, on a machine with a GPU or without. `full` is what every row at its
         longest takes."""
         return 0
+
+    def keeps_base(self, *, gpu: bool) -> bool:
+        """Whether, on a GPU or on a CPU, it holds what adapters are merged into, beside the merged weights."""
+        return False
 
     @property
     def length_limit(self) -> int | None:
@@ -151,6 +154,9 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 2 * full  # it grows by doubling
 
+    def keeps_base(self, *, gpu: bool) -> bool:
+        return gpu and self.may_use_gpu  # on a CPU it reads the model's files again
+
     @property
     def length_limit(self) -> int:
         return self.max_length
@@ -177,6 +183,8 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
 
 class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
     """vLLM's AsyncLLM inside the rollout actor; needs the extra `vllm`."""
+
+    merges_adapters = True
 
     max_batch: Positive = 256
     """Requests decoded together; further ones wait."""
@@ -228,6 +236,9 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
 
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 0 if gpu else self.cpu_cache_gib << 30
+
+    def keeps_base(self, *, gpu: bool) -> bool:
+        return True
 
     @property
     def length_limit(self) -> int:

@@ -54,6 +54,12 @@ class Weights(Settings, frozen=True):
         return TransportTraits() if self.transport == "auto" else TRANSPORTS[self.transport]
 
 
+def published_adapters(run: "Run") -> tuple[str, ...]:
+    """The projections of which only adapters are sent, and engines have the rest; none where whole weights are."""
+    lora = run.trainer.lora
+    return lora.targets if lora.rank and run.engine.merges_adapters else ()
+
+
 def check_weights(run: "Run") -> None:
     weights, traits = run.weights, run.weights.traits
     if weights.delta and not traits.takes_deltas:

@@ -36,6 +36,7 @@ def build_fake(
     fp8: Fp8 | None = None,
     tap: "RolloutTap | None" = None,
     learned: Sequence[Range] = (),
+    adapted: Sequence[str] = (),
 ) -> "FakeEngine":
     """It has no model, so that only its own settings matter."""
     return FakeEngine(settings, name=name)

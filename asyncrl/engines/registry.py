@@ -12,6 +12,7 @@ from asyncrl.config import Run
 from asyncrl.config.drafter import DrafterSettings
 from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, VllmEngine
 from asyncrl.config.precision import Fp8
+from asyncrl.config.weights import published_adapters
 from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
 
@@ -33,8 +34,10 @@ class Build(Protocol):
         fp8: Fp8 | None = None,
         tap: "RolloutTap | None" = None,
         learned: Sequence[Range] = (),
+        adapted: Sequence[str] = (),
     ) -> Engine:
-        """`tap`: where hidden states for a drafter go; `learned` about drafting by an engine before this one."""
+        """`tap`: where hidden states for a drafter go; `learned` about drafting by an engine before this one;
+        `adapted`: the projections of which only adapters will be published."""
         ...
 
 
@@ -59,8 +62,17 @@ def build_engine(
     run: Run, model_path: Path, *, name: str, tap: "RolloutTap | None" = None, learned: Sequence[Range] = ()
 ) -> Engine:
     build: Build = _load(ENGINES[type(run.engine)].build)
-    precision, fp8 = run.rollout.precision, run.rollout.fp8
-    return build(model_path, run.engine, run.drafter, name=name, precision=precision, fp8=fp8, tap=tap, learned=learned)
+    return build(
+        model_path,
+        run.engine,
+        run.drafter,
+        name=name,
+        precision=run.rollout.precision,
+        fp8=run.rollout.fp8,
+        tap=tap,
+        learned=learned,
+        adapted=published_adapters(run),
+    )
 
 
 def problems(run: Run) -> Iterator[str]:

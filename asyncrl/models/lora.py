@@ -1,14 +1,18 @@
-"""A decoder with adapters: how they are attached, merged into the weights, and kept in peft's format.
+"""A decoder with adapters: how they are attached, published, merged into the weights, and kept in peft's format.
 
 peft itself puts layers of its own in the place of the modules that a model calls. Our modules are never called, they
 only own parameters (asyncrl.models.decoder), and several projections share one; so the arithmetic is ours, and what is
 on disk is what peft reads.
+
+Published are the adapters of all layers as one tensor, under a name with `*` for the number of the layer: a large model
+has hundreds of them, and each would cost trainer and engines a call.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +30,9 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 Whole = Callable[[Tensor], Tensor]
 """All of a parameter, of which there may be only a part here."""
+EVERY = "*"
+_LAYER = re.compile(r"(model\.layers\.)(\d+)(\..+)")
+T = TypeVar("T")
 
 
 def attach(model: Decoder, settings: Lora, seed: int) -> None:
@@ -72,16 +79,37 @@ def merged(model: Decoder, own: str, parts: Iterable[Part], whole: Whole) -> Ten
 
 
 def merge(weight: Tensor, down_R_E: Tensor, scaled_up_X_R: Tensor) -> Tensor:
-    """The one way in which trainer and engine add it up."""
-    return torch.addmm(weight.float(), scaled_up_X_R.float(), down_R_E.float())
+    """In the number format of the weight, and with sums in fp32: the one way in which trainer and engines add it up."""
+    return torch.addmm(weight, scaled_up_X_R.to(weight.dtype), down_R_E.to(weight.dtype))
 
 
-def merged_tensors(base: Iterable[tuple[str, Tensor]], published: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors by Hugging Face name, with published adapters in them."""
+def merged_tensors(base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors by Hugging Face name, with adapters, by the names of their own layers, in them."""
     for name, tensor in base:
         module = name.removesuffix(".weight")
-        down, up = published.get(module + A), published.get(module + B)
+        down, up = adapters.get(module + A), adapters.get(module + B)
         yield name, tensor if down is None or up is None else merge(tensor, down, up)
+
+
+def stacks(named: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """What layers have, in their order, under names for all layers; what is no layer's is left out."""
+    found: dict[str, dict[int, T]] = {}
+    for name, value in named:
+        every, layer = split_layer(name)
+        if layer is not None:
+            found.setdefault(every, {})[layer] = value
+    return {name: [value for _, value in sorted(of.items())] for name, of in found.items()}
+
+
+def split_layer(name: str) -> tuple[str, int | None]:
+    """The name for all layers, and which of them it is; a name that is no layer's stays as it is."""
+    match = _LAYER.fullmatch(name)
+    return (name, None) if match is None else (match[1] + EVERY + match[3], int(match[2]))
+
+
+def unstacked(published: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Views, by the names of their own layers."""
+    return {name.replace(EVERY, str(layer)): part for name, every in published for layer, part in enumerate(every)}
 
 
 def is_adapter(name: str) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from asyncrl.config import Run
 from asyncrl.config.precision import Fp8, numerics
+from asyncrl.config.weights import published_adapters
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_parts
@@ -93,8 +94,9 @@ class Fp8Publication:
         self._numerics = numerics(run.rollout.precision, run.rollout.fp8)
         self._narrow = run.trainer.dtype == "bf16"
         self._layers = model.layers
-        self.quantizes = self._numerics is not None and self._numerics.weights and run.engine.travels_in_fp8
-        """Whether the trainer does; else the engines."""
+        in_blocks = self._numerics is not None and self._numerics.weights and run.engine.travels_in_fp8
+        self.quantizes = in_blocks and not published_adapters(run)
+        """Whether the trainer does; else the engines, also of what they merge adapters into."""
         self._finds_scales = self._numerics is not None and self._numerics.kv and run.rollout.kv_scales == "trainer"
         self._names: tuple[str, ...] = ()
         self._seen: deque[list[int]] = deque()

@@ -3,7 +3,6 @@
 import torch
 
 from asyncrl.config import Run
-from asyncrl.config.precision import numerics
 
 
 def training_device(wanted: str) -> torch.device:
@@ -23,9 +22,3 @@ def rank_device(wanted: str, rank: int) -> torch.device:
 def engines_on_gpu(run: Run) -> bool:
     """Whether the engines of a run compute on a GPU, where there is one."""
     return run.engine.on_gpu(run.drafter, torch.cuda.is_available())
-
-
-def engines_merge_adapters(run: Run) -> bool:
-    """Whether the engines merge adapters into the weights that they were started with; others get merged weights."""
-    plain = numerics(run.rollout.precision, run.rollout.fp8) is None
-    return run.engine.merges_adapters and plain and not engines_on_gpu(run)

@@ -12,6 +12,7 @@ from asyncrl.models import lora
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.head import bf16_logits
 from asyncrl.models.names import Part, cut, hf_parts, hf_tensors
+from asyncrl.training.adapter_source import AdapterSource
 from asyncrl.training.batches import NEXT, Block, pack
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import ShardSource
@@ -69,12 +70,9 @@ class Export:
     def source(self, dtype: torch.dtype) -> ShardSource:
         return ShardSource(self._model, hf_parts(self._model), self.weight, dtype, self._ranks)
 
-    def adapters(self) -> ShardSource:
+    def adapters(self) -> AdapterSource:
         """The adapters alone, in fp32: for engines that have the base weights."""
-        return ShardSource(self._model, lora.adapter_parts(self._model), self._adapter, torch.float32, self._ranks)
-
-    def _adapter(self, own: str, parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
-        return self._ranks.whole(lora.parameter(self._model, own))
+        return AdapterSource(self._model, self._ranks)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Move, Queries
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.manifest import layout
-from tests.engines import cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
+from tests.engines import cuda_adapters, cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
 from tests.engines.cuda_verification import verify, verify_leaves_the_targets_distribution
 from tests.support.cuda_cases import Case, cases
 from tests.support.cuda_places import Place, both, close
@@ -207,6 +207,7 @@ CHECKS: dict[str, Callable[[Place], None]] = {
         attend,
         attend_ignores_what_lies_behind_the_end,
         mover,
+        cuda_adapters.merge_adapters,
         sample,
         sample_says_that_logits_are_no_numbers,
         verify,

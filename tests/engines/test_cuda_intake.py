@@ -11,6 +11,7 @@ from asyncrl.engines.native.cuda import weights
 from asyncrl.engines.native.cuda.kernels.shapes import Move
 from asyncrl.engines.native.cuda.kernels.torch_kernels import KERNELS
 from asyncrl.engines.native.cuda.timeline import Timeline
+from asyncrl.engines.native.cuda.updates import CopyUpdate
 from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import WeightManifest
@@ -122,7 +123,7 @@ def test_tensors_of_all_kinds_are_copied(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_elsewhere_is_brought_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     held, trainer = tensors(0.0), Places(monkeypatch)
     trainer.publish(2, tensors(2.0))
-    update = weights.Update(trainer.flats[0], held, None)
+    update = CopyUpdate(trainer.flats[0], held, None)
     update.load(["up", "norm"])
     assert [name for name, tensor in held.items() if (tensor == 2).all()] == ["norm", "up"]
     update.load()

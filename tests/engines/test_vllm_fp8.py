@@ -21,8 +21,8 @@ from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.engine import VllmEngine
 from asyncrl.config.precision import Fp8
 from asyncrl.engines.vllm.fp8 import InFp8, check_names, set_kv_scales
-from asyncrl.engines.vllm.loader import BlockLoader
-from asyncrl.engines.vllm.options import BLOCKS, engine_args
+from asyncrl.engines.vllm.loader import CheckpointLoader
+from asyncrl.engines.vllm.options import LOADER, engine_args
 from asyncrl.errors import WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
@@ -198,7 +198,7 @@ def test_kept_layers_are_kept_by_vllm_as_well(tmp_path: Path) -> None:
 def test_a_checkpoint_becomes_the_blocks_that_the_trainer_publishes(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     engine = VllmEngine(quantization="fp8_per_block")
-    loader = BlockLoader(LoadConfig(load_format=BLOCKS))
+    loader = CheckpointLoader(LoadConfig(load_format=LOADER))
     kept = ["model.layers.1.mlp.up_proj"]
     hf_config = SimpleNamespace(quantization_config={"ignored_layers": kept})
     config: Any = SimpleNamespace(model=str(tmp_path), revision=None, hf_config=hf_config)
@@ -220,7 +220,7 @@ def test_a_checkpoint_becomes_the_blocks_that_the_trainer_publishes(tmp_path: Pa
 def test_a_drafting_head_is_read_as_it_is(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     config: Any = SimpleNamespace(model=str(tmp_path), revision=None, hf_config=SimpleNamespace())
-    found = dict(BlockLoader(LoadConfig(load_format=BLOCKS)).get_all_weights(config, nn.Linear(1, 1)))
+    found = dict(CheckpointLoader(LoadConfig(load_format=LOADER)).get_all_weights(config, nn.Linear(1, 1)))
     assert "model.layers.0.mlp.up_proj.weight" in found
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
 

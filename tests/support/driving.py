@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,13 +82,13 @@ def native(path: Path, **settings: Any) -> NativeEngine:
     return NativeEngine(path, NativeSettings(**settings), name="native")
 
 
-def paged(path: Path, **settings: Any) -> CudaEngine:
+def paged(path: Path, *, adapted: Sequence[str] = (), **settings: Any) -> CudaEngine:
     """The engine for GPUs with its kernels in torch, on a CPU."""
-    return CudaEngine(path, NativeSettings(**settings), name="paged", device=torch.device("cpu"))
+    return CudaEngine(path, NativeSettings(**settings), name="paged", device=torch.device("cpu"), adapted=adapted)
 
 
-def cuda(path: Path, **settings: Any) -> CudaEngine:
-    return CudaEngine(path, NativeSettings(**{"graph_memory_gib": 0.25} | settings), name="cuda")
+def cuda(path: Path, *, adapted: Sequence[str] = (), **settings: Any) -> CudaEngine:
+    return CudaEngine(path, NativeSettings(**{"graph_memory_gib": 0.25} | settings), name="cuda", adapted=adapted)
 
 
 def fake(_path: Path, *, max_batch: int = 128, **_native_only: Any) -> FakeEngine:

@@ -1,8 +1,9 @@
 """Driving real vLLM: it takes half a minute to start, so tests share one, in one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def vllm(path: Path, **_others: Any) -> Engine:
-    return build_vllm(path, TINY, NoDrafter(), name="vllm")
+def vllm(path: Path, *, adapted: Sequence[str] = (), **_others: Any) -> Engine:
+    return build_vllm(path, TINY, NoDrafter(), name="vllm", adapted=adapted)
 
 
 class SharedVllm(Driver):
     """Batch sizes and chunks that a test asks for are left to vLLM: it has one setting for all of them."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(vllm, path)
+    def __init__(self, path: Path, *, adapted: Sequence[str] = ()) -> None:
+        super().__init__(partial(vllm, adapted=adapted), path)
         self._runner = asyncio.Runner()
         self._shared: Engine | None = None
         self.run = self._run

@@ -26,6 +26,7 @@ def build_native(
     fp8: Fp8 | None = None,
     tap: RolloutTap | None = None,
     learned: Sequence[Range] = (),
+    adapted: Sequence[str] = (),
 ) -> Engine:
     found = numerics(precision, fp8 or Fp8())
     dtype = torch.bfloat16 if settings.carrier(precision) == "bf16" else torch.float32
@@ -42,4 +43,6 @@ def build_native(
         )
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
-    return CudaEngine(model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser)
+    return CudaEngine(
+        model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser, adapted=adapted
+    )

@@ -1,11 +1,13 @@
 """Published weights, copied into tensors that an engine holds, for the policy and for a drafting head alike."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from asyncrl.engines.adapters import adapted_shapes, check_adapters, has_adapters, shapes_of
 from asyncrl.errors import WeightSyncError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import read_weights
@@ -35,35 +37,39 @@ def load_published(manifest: WeightManifest, held: dict[str, Tensor], receiver: 
     if digest != manifest.digest:
         for name, tensor in old.items():
             held[name].copy_(tensor)
-        raise WeightSyncError(
-            f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
-            f"{manifest.digest}; {receiver.kept} is kept, publish again"
-        )
+        raise WeightSyncError(wrong_digest(manifest, digest, receiver))
     return digest
 
 
 @torch.no_grad()
 def load_adapters(manifest: WeightManifest, held: dict[str, Tensor], base: Path, receiver: Receiver) -> str:
     """Every tensor anew: the ones that the engine was started with, and published adapters added to them."""
-    published = dict(read_published(manifest, torch.device("cpu")))
-    for name, up in ((name, tensor) for name, tensor in published.items() if name.endswith(lora.B)):
-        module = name.removesuffix(lora.B)
-        shape = up.shape[0], published[module + lora.A].shape[1]
-        if module + ".weight" not in held or held[module + ".weight"].shape != shape:
-            raise WeightSyncError(
-                f"engine {receiver.engine}: version {manifest.version} has adapters of shape {shape} for {module}, "
-                f"which its {receiver.model} has not; publish for the {receiver.model} that the engine was started with"
-            )
+    who, of_model = f"engine {receiver.engine}", shapes_of(held.items())
+    check_adapters(manifest, {name: of_model.get(name, ()) for name in adapted_shapes(manifest)}, who)
     digest = digest_published(manifest)
     if digest != manifest.digest:
-        raise WeightSyncError(
-            f"engine {receiver.engine}: adapters of version {manifest.version} have digest {digest}, published was "
-            f"{manifest.digest}; {receiver.kept} is kept, publish again"
-        )
-    for name, tensor in lora.merged_tensors(read_weights(base), published):
+        raise WeightSyncError(wrong_digest(manifest, digest, receiver))
+    for name, tensor in read_whole(manifest, base):
         if name in held:
             held[name].copy_(tensor)
     return digest
+
+
+def read_whole(manifest: WeightManifest, base: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a version; where only adapters were published, they are merged into the base, in fp32."""
+    published = read_published(manifest, torch.device("cpu"))
+    if not has_adapters(manifest):
+        return published
+    return lora.merged_tensors(
+        ((name, tensor.float()) for name, tensor in read_weights(base)), lora.unstacked(published)
+    )
+
+
+def wrong_digest(manifest: WeightManifest, digest: str, receiver: Receiver) -> str:
+    return (
+        f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
+        f"{manifest.digest}; {receiver.kept} is kept, publish again"
+    )
 
 
 def not_in_fp8(engine: str, version: int) -> str:

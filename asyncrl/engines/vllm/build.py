@@ -29,6 +29,7 @@ def build_vllm(
     fp8: Fp8 | None = None,
     tap: "RolloutTap | None" = None,
     learned: Sequence[Range] = (),
+    adapted: Sequence[str] = (),
 ) -> Engine:
     if tap is not None:
         raise EngineError("vLLM gives no hidden states as it decodes; use drafter.training.source=trainer")
@@ -37,7 +38,9 @@ def build_vllm(
     environment.prepare(settings, precision)  # vLLM reads some of it when it is imported
     from asyncrl.engines.vllm.engine import VllmEngine as Vllm
 
-    return Vllm(model_path, settings, drafter, name=name, precision=precision, fp8=fp8, learned=learned)
+    return Vllm(
+        model_path, settings, drafter, name=name, precision=precision, fp8=fp8, learned=learned, adapted=adapted
+    )
 
 
 def problems(run: Run, engine: VllmEngine) -> Iterator[str]:

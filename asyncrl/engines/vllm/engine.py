@@ -53,9 +53,10 @@ class VllmEngine(VllmRequests):
         precision: str = "fp32",
         fp8: Fp8 | None = None,
         learned: Sequence[Range] = (),
+        adapted: Sequence[str] = (),
     ) -> None:
         super().__init__(within(settings, model_path), name, version)
-        self._args = engine_args(model_path, self._settings, drafter, precision, fp8)
+        self._args = engine_args(model_path, self._settings, drafter, precision, fp8, adapted)
         self._speculation: Speculation | None = None
         if (adaptive := adaptive_drafter(drafter)) is not None:
             folder = tempfile.mkdtemp(prefix="asyncrl-speculation-")
@@ -136,9 +137,7 @@ class VllmEngine(VllmRequests):
     async def _verify(self, manifest: WeightManifest, encoded: str) -> None:
         """Nothing is touched unless every worker reads exactly what was published."""
         try:
-            digests = await self._serving().collective_rpc("digest_published", args=(encoded,))
-            if manifest.fp8 is not None:
-                await self._serving().collective_rpc("check_names", args=(encoded,))
+            digests = await self._serving().collective_rpc("check_published", args=(encoded,))
         except Exception as error:  # whatever kept a worker from reading, the model is as it was
             raise WeightSyncError(
                 f"engine {self.name}: weights of version {manifest.version} cannot be loaded: {error}; version "

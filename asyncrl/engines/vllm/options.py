@@ -1,5 +1,6 @@
 """Our settings in vLLM's words."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,10 @@ SCHEDULERS = "asyncrl.engines.vllm.scheduler."
 DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 CHECKPOINTS = "safetensors"
 """By itself vLLM takes pickled weights where there are no others."""
-BLOCKS = "asyncrl_fp8_blocks"
-"""Name under which loader.py registers the way in which such checkpoints become FP8."""
+LOADER = "asyncrl"
+"""Name under which loader.py registers the way in which such checkpoints become FP8, or the base of adapters."""
+ADAPTED = "adapted"
+"""What it is told: the projections that have adapters."""
 HEAD = {"head_dtype": "float32"}
 """As the trainer has it (asyncrl/models/head.py)."""
 ATTENTION = {"ASYNCRL": "CUSTOM"}
@@ -46,7 +49,12 @@ def within(settings: VllmEngine, model: Path) -> VllmEngine:
 
 
 def engine_args(
-    model: Path, settings: VllmEngine, drafter: DrafterSettings, precision: str, fp8: Fp8 | None = None
+    model: Path,
+    settings: VllmEngine,
+    drafter: DrafterSettings,
+    precision: str,
+    fp8: Fp8 | None = None,
+    adapted: Sequence[str] = (),
 ) -> AsyncEngineArgs:
     settings = settings.in_precision(precision)
     adaptive = adaptive_drafter(drafter) is not None
@@ -58,6 +66,8 @@ def engine_args(
         generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
         dtype=DTYPES[settings.carrier(precision)],
         **quantization(settings, read_config(model).layers, fp8 or Fp8()),
+        load_format=LOADER if adapted or settings.travels_in_fp8 else CHECKPOINTS,
+        model_loader_extra_config={ADAPTED: list(adapted)} if adapted else {},
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_batch,
         scheduling_policy="priority",  # as they come, but for the probe of new weights, which goes first
@@ -86,10 +96,10 @@ def quantization(settings: VllmEngine, layers: int, fp8: Fp8) -> dict[str, Any]:
     kept = [f"model.layers.{layer}.{name}" for layer in outer for name in PROJECTIONS]
     match settings.quantization:
         case "none":
-            return {"load_format": CHECKPOINTS, "hf_overrides": HEAD}
+            return {"hf_overrides": HEAD}
         case "fp8":
             chosen = {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": kept}}
-            return {"load_format": CHECKPOINTS, "hf_overrides": HEAD, **chosen}
+            return {"hf_overrides": HEAD, **chosen}
         case "fp8_per_block":
             blocks = {
                 "quant_method": "fp8",
@@ -97,7 +107,7 @@ def quantization(settings: VllmEngine, layers: int, fp8: Fp8) -> dict[str, Any]:
                 "weight_block_size": list(WEIGHT_BLOCK),
                 "ignored_layers": kept,
             }
-            return {"load_format": BLOCKS, "hf_overrides": {**HEAD, "quantization_config": blocks}}
+            return {"hf_overrides": {**HEAD, "quantization_config": blocks}}
 
 
 def attention(settings: VllmEngine, drafter: DrafterSettings) -> AttentionBackendEnum | None:

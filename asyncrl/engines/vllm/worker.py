@@ -1,7 +1,7 @@
 """Inside vLLM's worker process: published weights go from the trainer's memory into the model.
 
 vLLM imports this module because the engine names `WeightReader` as its worker extension; importing it registers our
-weight transfer backend, which vLLM then drives: start, update, finish. The loader of FP8 blocks is registered here as
+weight transfer backend, which vLLM then drives: start, update, finish. Our loader of checkpoints is registered here as
 well, and our attention, by its path: it is imported when a model is loaded that shall use it.
 """
 
@@ -25,10 +25,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from asyncrl.engines.vllm import loader as loader  # registers itself
+from asyncrl.engines.adapters import check_adapters, has_adapters
 from asyncrl.engines.vllm.environment import OWNER
 from asyncrl.engines.vllm.fp8 import InFp8, check_names
+from asyncrl.engines.vllm.loader import base_of, in_blocks, in_place
 from asyncrl.engines.vllm.options import BACKEND
+from asyncrl.models import lora
 from asyncrl.types import WeightManifest
 from asyncrl.weights.flat import word_sums
 from asyncrl.weights.transports.registry import digest_published, read_published
@@ -57,12 +59,7 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
 
     @property
     def _in_place(self) -> bool:
-        """Whether the model computes with the tensors as they are loaded: then they are overwritten where they lie.
-
-        Quantized, packed (as on CPUs) and fused expert weights are made from the loaded ones, layer by layer.
-        """
-        experts = getattr(self.model_config.hf_config, "num_experts", None)
-        return self.device.type == "cuda" and self.model_config.quantization is None and experts is None
+        return in_place(self.model_config, self.device)
 
     def start_weight_update(self) -> None:
         if not self._in_place:
@@ -71,9 +68,18 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
     def receive_weights(self, update_info: Publication) -> None:
         load_weights: Any = self.model.load_weights  # every vLLM model has it, but torch.nn.Module does not
         manifest = _decode(update_info.manifest)
-        published = read_published(manifest, self.device)
+        published = self._whole(manifest)
         self._in_fp8 = None if manifest.fp8 is None else InFp8(self.model, manifest.version, manifest.fp8)
         load_weights(published if self._in_fp8 is None else self._in_fp8.watching(published))
+
+    def _whole(self, manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
+        """Published weights, or what adapters make of the base."""
+        published = read_published(manifest, self.device)
+        if not has_adapters(manifest):
+            return published
+        adapters = lora.unstacked((name, tensor.to(self.model_config.dtype)) for name, tensor in published)
+        merged = lora.merged_tensors(base_of(self.model).tensors.items(), adapters)
+        return in_blocks(merged, self.model_config, self.device)
 
     def finish_weight_update(self) -> None:
         if not self._in_place:
@@ -107,12 +113,13 @@ class WeightReader:
         if torch.cuda.is_available():
             word_sums(torch.zeros(64, dtype=torch.uint8, device="cuda"), [(0, 64)])
 
-    def digest_published(self, manifest: str) -> str:
-        """Digest of the bytes that this worker would load, read from where it would load them."""
-        return digest_published(_decode(manifest))
-
-    def check_names(self, manifest: str) -> None:
-        check_names(self.get_model(), _decode(manifest))
+    def check_published(self, manifest: str) -> str:
+        """Digest of the bytes that this worker would load, read from where it would; raises if they do not fit."""
+        decoded, model = _decode(manifest), self.get_model()
+        check_names(model, decoded)
+        if has_adapters(decoded):
+            check_adapters(decoded, base_of(model).adapted, "vLLM's worker")
+        return digest_published(decoded)
 
     get_model: Callable[[], torch.nn.Module]
     """vLLM's own."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.drafting.hidden_capture import RolloutTap
+from asyncrl.engines.adapters import has_adapters
 from asyncrl.engines.native.batch_table import BatchTable, Ended
 from asyncrl.engines.native.cpu.cache import KvCache
 from asyncrl.engines.native.cpu.hidden_capture import Capture, watch
@@ -16,7 +17,6 @@ from asyncrl.engines.native.cpu.scheduler import Step
 from asyncrl.engines.native.sampling import Column, Purpose, sample
 from asyncrl.engines.native.weight_loading import Receiver, load_adapters, load_published, not_in_fp8
 from asyncrl.errors import WeightSyncError
-from asyncrl.models import lora
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.decoder import Taps, Tensors
 from asyncrl.models.head import fp32_product
@@ -44,7 +44,7 @@ class Policy:
 
     def _take(self, manifest: WeightManifest, receiver: Receiver) -> str:
         held = dict(hf_tensors(self.model))
-        if any(lora.is_adapter(spec.name) for spec in manifest.tensors):
+        if has_adapters(manifest):
             digest = load_adapters(manifest, held, self._path, receiver)
         else:
             digest = load_published(manifest, held, receiver)

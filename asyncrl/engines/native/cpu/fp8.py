@@ -18,7 +18,7 @@ from asyncrl.config.precision import NO_QK_NORM, Fp8, Numerics
 from asyncrl.engines.native.cpu.cache import KvCache, Layout
 from asyncrl.engines.native.cpu.decoding import Policy
 from asyncrl.engines.native.cpu.layout import interleave
-from asyncrl.engines.native.weight_loading import Receiver
+from asyncrl.engines.native.weight_loading import Receiver, read_whole
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.models.decoder import Attend, Decoder, LayerTensors, Tensors, add_projection
 from asyncrl.models.layers import NormScale, Rotate, rms_norm, tabled_rotation
@@ -28,7 +28,6 @@ from asyncrl.precision.kv_scales import LayerScales, check_scales, fixed_samples
 from asyncrl.precision.layers import KV_CACHE, is_quantized
 from asyncrl.precision.quantizer import WEIGHT_BLOCK, dequantize, quantize, rounded, saturated
 from asyncrl.types import Fp8Version, WeightManifest
-from asyncrl.weights.transports.registry import read_published
 
 
 def quantized_weight(name: str, weight_O_I: Tensor, fp8: Fp8) -> Tensor:
@@ -92,8 +91,7 @@ class Fp8Policy(Policy):
             check_layers(manifest.fp8.quantized, [*held, *([KV_CACHE] if self._numerics.kv else [])], self._who)
         fp8 = self._numerics.fp8
         layer = fp8.keep_first + manifest.version % max(1, self.config.layers - fp8.keep_first - fp8.keep_last)
-        published = read_published(manifest, torch.device("cpu"))
-        check_products(published, held, layer, self._who, power_of_two=fp8.power_of_two)
+        check_products(read_whole(manifest, self._path), held, layer, self._who, power_of_two=fp8.power_of_two)
 
     def _find_kv_scales(self) -> tuple[LayerScales, ...]:
         if self._meant is None or not self._numerics.kv:

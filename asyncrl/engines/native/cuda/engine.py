@@ -12,6 +12,7 @@ A step that verifies or makes drafts is read at once, behind the drafting of the
 import asyncio
 import gc
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job, turns
 from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cuda import weights
+from asyncrl.engines.native.cuda.adapters import Base
 from asyncrl.engines.native.cuda.decoding import Decoding
 from asyncrl.engines.native.cuda.device_outputs import DeviceOutputs, Flight
 from asyncrl.engines.native.cuda.drafting import RING, Drafting
@@ -43,6 +45,7 @@ from asyncrl.engines.native.verification import DraftTable
 from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.models.checkpoint import load_model
+from asyncrl.models.names import hf_tensors
 from asyncrl.types import WeightAck, WeightManifest
 
 log = logging.getLogger(__name__)
@@ -65,10 +68,13 @@ class CudaEngine(RowEngine):
         numerics: Numerics | None = None,
         pages: int | None = None,
         chooser: Chooser | None = None,
+        adapted: Sequence[str] = (),
     ) -> None:
-        """`pages` of keys and values; None: as many as `settings.memory` leaves room for."""
+        """`pages` of keys and values; None: as many as `settings.memory` leaves room for. `adapted`: projections of
+        which adapters are published; their base is kept."""
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
         self._model_path, self._dtype, self._numerics, self._pages = model_path, dtype, numerics, pages
+        self._adapted = adapted
         self._device = device or torch.device("cuda")
         self._kernels = kernels or kernels_of(self._device)
         self._depths = chain_depths(self._drafter)
@@ -159,6 +165,7 @@ class CudaEngine(RowEngine):
         sizes = Sizes(settings.max_batch, width, pages_of(settings.max_length), tiles, tile)
         graphs = GraphPool(timeline, int(settings.graph_memory_gib * 2**30))
         with timeline.work():
+            base = Base(hf_tensors(model), self._adapted)
             cuda_model, held, fp8 = serve(model, settings, self._kernels, numerics)
             inputs, board = StepInputs(sizes, timeline), DeviceOutputs(sizes, timeline)
             if drafter.head is not None:
@@ -174,7 +181,7 @@ class CudaEngine(RowEngine):
             if device.type == "cuda":
                 self._decoding.capture_all(self._depths)
         timeline.wait()
-        self._intake = weights.Intake(held, timeline, self._kernels, fp8, cuda_model.middle)
+        self._intake = weights.Intake(held, timeline, self._kernels, fp8, cuda_model.middle, base)
         self.kv_tokens = pages * PAGE
         known = self.name, self.kv_tokens, graphs.count, graphs.bytes / 2**30
         log.info("engine %s: room for the keys and values of %d tokens, %d graphs in %.2f GiB", *known)

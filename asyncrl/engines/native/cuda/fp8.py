@@ -7,7 +7,8 @@ two names, and both are views of this storage.
 **Checks.** All without touching what is served, but for one layer: its tensors are loaded first, as the others will be,
 and multiplied with a fixed input by the very kernel that decodes. If that is not what the published numbers give, the
 layer is put back, and the engine goes on as it was. KV scales are measured with the published weights, layer by layer,
-before anything is loaded. Whatever can be is done in a thread, while decoding goes on.
+before anything is loaded. Whatever can be is done in a thread, while decoding goes on. Of a version that came as
+adapters, the published weights are those merged and quantized by torch; what is served comes from a kernel.
 
 Axis suffixes: O outputs, I inputs, X rows of blocks, B blocks of inputs.
 """
@@ -26,6 +27,7 @@ from asyncrl.engines.native.cuda.kernels.shapes import Fp8Matrix, Kernels, Kv, Q
 from asyncrl.engines.native.cuda.model import Block, CudaModel
 from asyncrl.engines.native.cuda.pages import PAGE
 from asyncrl.engines.native.cuda.timeline import Timeline
+from asyncrl.engines.native.cuda.updates import Update
 from asyncrl.engines.native.weight_loading import Receiver, not_in_fp8
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.decoder import Decoder
@@ -35,7 +37,6 @@ from asyncrl.precision.kv_scales import CHECK_LENGTH, LayerScales, check_scales,
 from asyncrl.precision.layers import KV_CACHE, SCALES, is_quantized
 from asyncrl.precision.quantizer import ACTIVATION_BLOCK, SIDE, WEIGHT_BLOCK, Quantized, quantize, reference_product
 from asyncrl.types import WeightManifest
-from asyncrl.weights.flat import Flat
 
 _TILE = 16
 _GRAPH_BYTES = 1 << 30
@@ -210,11 +211,15 @@ class Fp8Serving:
         return () if self._gauge is None else self._gauge.scales(lambda: (model.embedding_V_E, layers))
 
     @property
+    def power_of_two(self) -> bool:
+        return self._numerics.fp8.power_of_two
+
+    @property
     def quantized(self) -> list[str]:
         return [*self._weights.quantized, *([KV_CACHE] if self._numerics.kv else [])]
 
     @torch.inference_mode()
-    def kv_scales(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> tuple[LayerScales, ...]:
+    def kv_scales(self, manifest: WeightManifest, update: Update, receiver: Receiver) -> tuple[LayerScales, ...]:
         """Of a version, if they can be right; () where pages are not in FP8."""
         who, meant = _who(manifest, receiver), manifest.fp8
         if meant is None:
@@ -222,8 +227,7 @@ class Fp8Serving:
         gauge = self._check if meant.kv_scales else self._gauge
         if gauge is None:
             return ()
-        place = (flat.memory.data_ptr(), hash(flat.specs)) if flat.memory.device == self._device else None
-        own = gauge.scales(partial(self._published, flat), place)
+        own = gauge.scales(partial(self._published, update), update.place)
         if not meant.kv_scales:
             return own
         # Queries are not quantized here: there is nothing to compare theirs with.
@@ -232,9 +236,9 @@ class Fp8Serving:
         return meant.kv_scales
 
     @torch.inference_mode()
-    def expected(self, manifest: WeightManifest, flat: Flat, receiver: Receiver) -> Expected:
+    def expected(self, manifest: WeightManifest, update: Update, receiver: Receiver) -> Expected:
         """Of one layer, another one for each version."""
-        fp8, find = self._numerics.fp8, self._finder(flat)
+        fp8, find = self._numerics.fp8, update.find
         layer = fp8.keep_first + manifest.version % max(1, len(self._model.blocks) - fp8.keep_first - fp8.keep_last)
         products: dict[str, list[tuple[str, Tensor]]] = {}
         for name, matrix in self._weights.of_layer(layer).items():
@@ -274,8 +278,8 @@ class Fp8Serving:
             for part, gap in zip(names, torch.stack(gaps).tolist(), strict=True):
                 check_gap(part, gap, expected.who)
 
-    def _published(self, flat: Flat) -> tuple[Tensor, Iterable[tuple[Tensor, Block]]]:
-        dtype, find = self._model.embedding_V_E.dtype, self._finder(flat)
+    def _published(self, update: Update) -> tuple[Tensor, Iterable[tuple[Tensor, Block]]]:
+        dtype, find = self._model.embedding_V_E.dtype, update.find
 
         def layers() -> Iterable[tuple[Tensor, Block]]:
             for layer in range(len(self._model.blocks)):
@@ -285,11 +289,6 @@ class Fp8Serving:
                 yield norm_E, Block.of(named)
 
         return find("model.embed_tokens.weight").to(dtype), layers()
-
-    def _finder(self, flat: Flat) -> Callable[[str], Tensor]:
-        """Published tensors by name. A view is made when it is asked for, as Python takes long to make all of them."""
-        specs = {spec.name: spec for spec in flat.specs}
-        return lambda name: flat.tensor(specs[name]).to(self._device)
 
 
 def agree(serving: Fp8Serving | None, manifest: WeightManifest, receiver: Receiver) -> None:

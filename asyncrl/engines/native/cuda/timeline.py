@@ -47,6 +47,15 @@ class Timeline:
         """Host memory that the device copies to and from without stopping the host."""
         return torch.zeros(shape, dtype=torch.int32, pin_memory=self.stream is not None)
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A copy on the device, made beside the stream, for work that is launched from now on."""
+        found = tensor.to(self.device)
+        if self.stream is not None and self._beside is not None:
+            torch.cuda.current_stream(self.device).synchronize()
+            for stream in (self.stream, self._beside):
+                found.record_stream(stream)  # its memory is nobody else's before that work is done
+        return found
+
     def mark(self) -> "Mark":
         return Mark(self.stream)
 

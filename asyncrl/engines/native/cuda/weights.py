@@ -5,7 +5,7 @@ The published bytes are checked before anything is touched, so there is no copy 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.engine import NativeEngine as Settings
+from asyncrl.engines.adapters import check_adapters, has_adapters
+from asyncrl.engines.native.cuda.adapters import AdapterUpdate, Base
 from asyncrl.engines.native.cuda.fp8 import Fp8Serving, Load
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels, Move
 from asyncrl.engines.native.cuda.pages import pages_of
 from asyncrl.engines.native.cuda.timeline import Timeline
-from asyncrl.engines.native.weight_loading import Receiver, check_fit
+from asyncrl.engines.native.cuda.updates import CopyUpdate, Update
+from asyncrl.engines.native.weight_loading import Receiver, check_fit, wrong_digest
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.config import ModelConfig
 from asyncrl.precision.kv_scales import LayerScales
@@ -28,24 +31,6 @@ from asyncrl.weights.transports.registry import digest_published, published
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _STEP_BYTES = 1 << 30
 """Intermediate results of a step, and what CUDA itself takes."""
-
-
-class Update:
-    """A publication on its way into the tensors held."""
-
-    def __init__(self, flat: Flat, held: dict[str, Tensor], at_once: Callable[[Flat], None] | None) -> None:
-        """`at_once` makes all moves together; without it they are made one by one."""
-        self._flat, self._held, self._at_once = flat, held, at_once
-
-    def load(self, names: Iterable[str] | None = None) -> None:
-        """All of it, or what has these names."""
-        if names is None and self._at_once is not None:
-            self._at_once(self._flat)
-            return
-        wanted = self._held if names is None else set(names)
-        for spec in self._flat.specs:
-            if spec.name in wanted:
-                Move(spec, self._held[spec.name]).make(self._flat)
 
 
 class Checked(NamedTuple):
@@ -73,44 +58,66 @@ class Intake:
         kernels: Kernels,
         fp8: Fp8Serving | None = None,
         middle: int = 0,
+        base: Base | None = None,
     ) -> None:
-        """Layers before `middle` are not read any more by a step that has passed it."""
+        """Layers before `middle` are not read any more by a step that has passed it; adapters are added to `base`."""
         self.held, self.fp8, self._timeline, self._kernels, self._middle = held, fp8, timeline, kernels, middle
+        self._base = base
         self._fitting: tuple[TensorSpec, ...] | None = None
         """What was last found to fit."""
         self._at_once: Callable[[Flat], None] | None = None
 
     def check(self, manifest: WeightManifest, receiver: Receiver) -> Checked:
-        """All that can be done before the copy. It touches nothing."""
+        """All that can be done before tensors change. It touches nothing."""
+        base = self._base if has_adapters(manifest) else None
         if manifest.tensors != self._fitting:
-            check_fit(manifest, self.held, receiver)
+            if has_adapters(manifest):
+                check_adapters(manifest, {} if base is None else base.shapes, f"engine {receiver.engine}")
+            else:
+                check_fit(manifest, self.held, receiver)
             self._fitting, self._at_once = manifest.tensors, None
         digest = digest_published(manifest)
         if digest != manifest.digest:
-            raise WeightSyncError(
-                f"engine {receiver.engine}: weights of version {manifest.version} have digest {digest}, published was "
-                f"{manifest.digest}; {receiver.kept} is kept, publish again"
-            )
+            raise WeightSyncError(wrong_digest(manifest, digest, receiver))
         flat = published(manifest)
+        update = self._copies(flat) if base is None else self._merges(flat, base)
         if self.fp8 is None:
-            return Checked(digest, (), self._update(flat), None)
-        scales = self.fp8.kv_scales(manifest, flat, receiver)
-        probe = partial(self.fp8.probe, self.fp8.expected(manifest, flat, receiver))
-        return Checked(digest, scales, self._update(flat), probe)
+            return Checked(digest, (), update, None)
+        scales = self.fp8.kv_scales(manifest, update, receiver)
+        probe = partial(self.fp8.probe, self.fp8.expected(manifest, update, receiver))
+        return Checked(digest, scales, update, probe)
 
-    def _update(self, flat: Flat) -> Update:
+    def _copies(self, flat: Flat) -> CopyUpdate:
         if flat.memory.device.type != self._timeline.device.type:
-            return Update(flat, self.held, None)
+            return CopyUpdate(flat, self.held, None)
         if self._at_once is None:
-            self._at_once = self._in_halves(flat.specs)
-        return Update(flat, self.held, self._at_once)
+            moves = {spec.name: Move(spec, self.held[spec.name]) for spec in flat.specs}
+            early, late = ([moves[name] for name in half] for half in self._halves(moves))
+            self._at_once = self._in_halves(self._kernels.mover(early), self._kernels.mover(late))
+        return CopyUpdate(flat, self.held, self._at_once)
 
-    def _in_halves(self, specs: Sequence[TensorSpec]) -> Callable[[Flat], None]:
-        """Half of the copy beside the running step, half behind it: so requests wait for half of it twice."""
-        parts: tuple[list[Move], list[Move]] = [], []
-        for spec in specs:
-            parts[_layer(spec.name) >= self._middle].append(Move(spec, self.held[spec.name]))
-        early, late = map(self._kernels.mover, parts)
+    def _merges(self, flat: Flat, base: Base) -> AdapterUpdate:
+        if flat.memory.device.type != self._timeline.device.type:  # few bytes, beside decoding
+            flat = Flat(flat.specs, self._timeline.bring(flat.memory))
+        merges = partial(base.merges, flat.specs, self.held, power_of_two=self._power_of_two)
+        if self._at_once is None:
+            early, late = map(merges, self._halves(self.held))
+            self._at_once = self._in_halves(self._kernels.merger(early), self._kernels.merger(late))
+        return AdapterUpdate(flat, self.held, base, self._kernels, self._at_once, power_of_two=self._power_of_two)
+
+    @property
+    def _power_of_two(self) -> bool:
+        return self.fp8 is not None and self.fp8.power_of_two
+
+    def _halves(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """What a step that has passed its middle does not read any more, and the rest."""
+        found: tuple[list[str], list[str]] = [], []
+        for name in names:
+            found[_layer(name) >= self._middle].append(name)
+        return found
+
+    def _in_halves(self, early: Callable[[Flat], None], late: Callable[[Flat], None]) -> Callable[[Flat], None]:
+        """Half of the work beside the running step, half behind it: so requests wait for half of it twice."""
 
         def load(flat: Flat) -> None:
             with self._timeline.behind_middle():

@@ -137,6 +137,22 @@ class Move(NamedTuple):
         _plain(self.target).copy_(_plain(flat.tensor(self.spec)))
 
 
+class Merge(NamedTuple):
+    """The adapters of a projection in some layers, added to the base. L counts all layers."""
+
+    down: TensorSpec
+    """Of a publication: L_R_I."""
+    up: TensorSpec
+    """With its scale: L_O_R."""
+    base_L_O_I: Tensor
+    layers: Sequence[int]
+    targets: Sequence[Tensor]
+    """Of these layers, each O_I and in one piece: in the number format of the base, or in FP8 made of that."""
+    scales: Sequence[Tensor] = ()
+    """Of targets in FP8."""
+    power_of_two: bool = False
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """FP8 as bytes: not every operation of torch knows it."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
@@ -176,3 +192,5 @@ class Kernels(NamedTuple):
     addend may be `out` itself."""
     mover: Callable[[Sequence[Move]], Callable[[Flat], None]]
     """What makes these moves out of any publication of these tensors, each time that it is called."""
+    merger: Callable[[Sequence[Merge]], Callable[[Flat], None]]
+    """The same for adapters; the publication is on the device."""

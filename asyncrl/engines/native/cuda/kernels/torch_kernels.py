@@ -18,11 +18,13 @@ from asyncrl.engines.native.cuda.kernels.shapes import (
     Heads,
     Kernels,
     Kv,
+    Merge,
     Move,
     Proposals,
     Queries,
 )
-from asyncrl.precision.quantizer import SIDE, activation_codes, to_e4m3
+from asyncrl.models import lora
+from asyncrl.precision.quantizer import SIDE, WEIGHT_BLOCK, activation_codes, quantize_unchecked, to_e4m3
 from asyncrl.weights.flat import Flat
 
 
@@ -154,6 +156,22 @@ def mover(moves: Sequence[Move]) -> Callable[[Flat], None]:
     return run
 
 
+def merger(merges: Sequence[Merge]) -> Callable[[Flat], None]:
+    def run(flat: Flat) -> None:
+        for merge in merges:
+            down_L_R_I, up_L_O_R = flat.tensor(merge.down), flat.tensor(merge.up)
+            for number, (layer, target_O_I) in enumerate(zip(merge.layers, merge.targets, strict=True)):
+                merged_O_I = lora.merge(merge.base_L_O_I[layer], down_L_R_I[layer], up_L_O_R[layer])
+                if not merge.scales:
+                    target_O_I.copy_(merged_O_I)
+                    continue
+                found = quantize_unchecked(merged_O_I, WEIGHT_BLOCK, power_of_two=merge.power_of_two)
+                target_O_I.view(torch.uint8).copy_(found.values_N_C.view(torch.uint8))
+                merge.scales[number].copy_(found.scales_B_B)
+
+    return run
+
+
 def _positions(queries: Queries) -> tuple[Tensor, Tensor]:
     """Of the flat tokens, and which of them are real."""
     column_W = torch.arange(queries.width, device=queries.row_G.device)
@@ -200,5 +218,5 @@ def fp8_product(
 _quantizing = Quantizing(rms_norm, gated)
 KERNELS = Kernels(
     *(embed, rms_norm, gated, rotate_and_store, attend, sample, verify),
-    *(quantize, _quantizing.rms_norm, _quantizing.gated, fp8_product, mover),
+    *(quantize, _quantizing.rms_norm, _quantizing.gated, fp8_product, mover, merger),
 )

@@ -1,5 +1,6 @@
 """The kernels in Triton."""
 
+from asyncrl.engines.native.cuda.kernels.adapter_merge import merger
 from asyncrl.engines.native.cuda.kernels.attention import attend
 from asyncrl.engines.native.cuda.kernels.elementwise import embed, gated, rms_norm
 from asyncrl.engines.native.cuda.kernels.fp8 import gated_quantized, quantize, rms_norm_quantized
@@ -12,5 +13,5 @@ from asyncrl.engines.native.cuda.kernels.weight_copy import mover
 
 KERNELS = Kernels(
     *(embed, rms_norm, gated, rotate_and_store, attend, sample, verify),
-    *(quantize, rms_norm_quantized, gated_quantized, fp8_product, mover),
+    *(quantize, rms_norm_quantized, gated_quantized, fp8_product, mover, merger),
 )

@@ -1,0 +1,38 @@
+"""Adapters on their way to engines that have the base weights."""
+
+import torch
+from torch import Tensor
+
+from asyncrl.models import lora
+from asyncrl.models.adapters import Adapter
+from asyncrl.models.decoder import Decoder
+from asyncrl.training.distributed.ranks import Ranks
+from asyncrl.types import TensorSpec
+from asyncrl.weights.manifest import layout
+
+
+class AdapterSource:
+    """Adapters alone for a publication, in fp32: those of all layers in one tensor, B with its scale."""
+
+    def __init__(self, model: Decoder, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._modules: dict[str, list[Adapter]] = lora.stacks((module, each) for module, _, each in lora.adapted(model))
+
+    def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
+        self._ranks.settle(self._model)
+        return layout(
+            (module + kind, torch.empty(len(found), *shape, device="meta"))
+            for module, found in self._modules.items()
+            for kind, shape in ((lora.A, found[0].A.shape), (lora.B, found[0].B.shape))
+        )
+
+    def gather(self, spec: TensorSpec) -> Tensor | None:
+        down = spec.name.endswith(lora.A)
+        adapters = self._modules[spec.name.removesuffix(lora.A if down else lora.B)]
+        parts = [self._ranks.whole((each.A if down else each.B).detach()) for each in adapters]
+        if self._ranks.rank > 0:
+            return None
+        return torch.stack(parts).float() * (1.0 if down else adapters[0].scale)
+
+    def fence(self) -> None:
+        self._ranks.fence()
