@@ -15,6 +15,7 @@ from asyncrl.config.precision import SIDE, Fp8, RolloutPrecision, numerics
 from asyncrl.errors import ConfigError, EngineError
 
 Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"]
+KeptBase = Literal["nothing", "adapted", "everything"]
 
 
 class EngineBase(Chosen, frozen=True, kw_only=True):
@@ -59,9 +60,9 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         longest takes."""
         return 0
 
-    def keeps_base(self, *, gpu: bool) -> bool:
-        """Whether, on a GPU or on a CPU, it holds what adapters are merged into, beside the merged weights."""
-        return False
+    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
+        """Of the weights that adapters are merged into, what it holds beside the merged ones, on a GPU or on a CPU."""
+        return "nothing"
 
     @property
     def length_limit(self) -> int | None:
@@ -154,8 +155,9 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 2 * full  # it grows by doubling
 
-    def keeps_base(self, *, gpu: bool) -> bool:
-        return gpu and self.may_use_gpu  # on a CPU it reads the model's files again
+    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
+        on_gpu = self.device == "cuda" or (gpu and self.may_use_gpu)
+        return "adapted" if on_gpu else "nothing"  # on a CPU it reads the model's files again
 
     @property
     def length_limit(self) -> int:
@@ -237,8 +239,8 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 0 if gpu else self.cpu_cache_gib << 30
 
-    def keeps_base(self, *, gpu: bool) -> bool:
-        return True
+    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
+        return "adapted" if gpu and not fp8_weights else "everything"  # vLLM loads whole layers then
 
     @property
     def length_limit(self) -> int:

@@ -3,8 +3,10 @@
 from math import ceil
 from typing import NamedTuple
 
+from asyncrl.config.engine import KeptBase
 from asyncrl.config.precision import PRECISIONS, SIDE, Fp8, Precision, numerics
-from asyncrl.models.config import ModelConfig
+from asyncrl.config.trainer import Lora
+from asyncrl.models.config import ModelConfig, projection_shapes
 
 FLOAT, BF16, FP8 = 4, 2, 1
 
@@ -15,10 +17,12 @@ class Footprint(NamedTuple):
     """Bytes, scales included."""
     kv_token: int
     """Bytes of the keys and values of one token."""
+    base: int = 0
+    """Bytes of what an engine merges adapters into."""
 
     def tokens(self, memory: int) -> int:
         """KV tokens in what the weights leave of so many bytes."""
-        return max(0, memory - self.weights) // self.kv_token
+        return max(0, memory - self.weights - self.base) // self.kv_token
 
 
 def footprints(model: ModelConfig, parameters: int, fp8: Fp8) -> list[Footprint]:
@@ -34,23 +38,16 @@ def footprint(model: ModelConfig, parameters: int, precision: Precision, fp8: Fp
     weights = parameters * BF16
     if found.weights:
         layers = max(0, model.layers - fp8.keep_first - fp8.keep_last)
-        weights -= layers * sum(_saved(*shape) for shape in _projections(model))
+        weights -= layers * sum(_saved(*shape) for shape in projection_shapes(model).values())
     return Footprint(precision, weights, kv_numbers * (FP8 if found.kv else BF16))
+
+
+def with_base(found: Footprint, model: ModelConfig, parameters: int, kept: KeptBase, lora: Lora) -> Footprint:
+    """Of an engine that gets adapters alone; the base is in the number format that is not FP8."""
+    item, shapes = FLOAT if found.precision == "fp32" else BF16, projection_shapes(model)
+    adapted = model.layers * sum(outputs * inputs for outputs, inputs in map(shapes.__getitem__, lora.targets))
+    return found._replace(base=item * {"nothing": 0, "adapted": adapted, "everything": parameters}[kept])
 
 
 def _saved(outputs: int, inputs: int) -> int:
     return outputs * inputs * (BF16 - FP8) - ceil(outputs / SIDE) * ceil(inputs / SIDE) * FLOAT
-
-
-def _projections(model: ModelConfig) -> list[tuple[int, int]]:
-    hidden, wide = model.hidden_size, model.intermediate_size
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return [
-        (query, hidden),
-        (key, hidden),
-        (key, hidden),
-        (hidden, query),
-        (wide, hidden),
-        (wide, hidden),
-        (hidden, wide),
-    ]

@@ -5,15 +5,17 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from asyncrl.config import Run
+from asyncrl.config.precision import numerics
+from asyncrl.config.weights import published_adapters
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.models.config import ModelConfig, read_config
-from asyncrl.precision.memory import footprint
+from asyncrl.precision.memory import FLOAT, Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.devices import gpu_memory, has_gpu
 from asyncrl.tasks.base import Bounded, Split
 from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
-from asyncrl.training.memory import Batch, engine_share, parameters, recomputes, training_memory
+from asyncrl.training.memory import Batch, adapter_parameters, engine_share, parameters, recomputes, training_memory
 from asyncrl.types import Prompt
 from pipelines.plan.disk import checkpoint_bytes
 
@@ -44,6 +46,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool
     """Whether activations are computed again in the backward instead of kept."""
     engine_weights: int
+    engine_base: int = 0
+    """What the engine merges adapters into."""
     kv_cache: int
     trajectories: int
     """One step's samples, every completion as long as it may be."""
@@ -61,7 +65,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rollout(self) -> int:
-        return self.engine_weights + self.kv_cache + PROCESS
+        return self.engine_weights + self.engine_base + self.kv_cache + PROCESS
 
     def host(self, run: Run) -> int:
         """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
@@ -159,20 +163,31 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     sent = footprint(model, count, precision if run.engine.travels_in_fp8 else wide, run.rollout.fp8)
     # Only our simulation, on a CPU, holds FP8's numbers as floats.
     held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
+    held = beside_base(run, model, count, held, gpu=has_gpu())
     recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
     memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     return Needs(
         parameters=count,
-        published=sent.weights,
+        published=FLOAT * adapter_parameters(run.trainer.lora, model) if published_adapters(run) else sent.weights,
         optimizer=memory.weights + memory.optimizer,
         activations=memory.activations + memory.backward,
         recompute=recompute,
         engine_weights=held.weights if run.engine.has_model else 0,
+        engine_base=held.base,
         kv_cache=run.engine.host_kv_cache(rows * longest * held.kv_token, gpu=has_gpu()),
         trajectories=run.samples_per_step * (longest * TOKEN + ROW),
         checkpoint=checkpoint_bytes(run, model),
     )
+
+
+def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint, *, gpu: bool) -> Footprint:
+    """With what adapters are merged into, if only these are published."""
+    if not published_adapters(run):
+        return found
+    in_fp8 = numerics(found.precision, run.rollout.fp8)
+    kept = run.engine.kept_base(gpu=gpu, fp8_weights=in_fp8 is not None and in_fp8.weights)
+    return with_base(found, model, parameters, kept, run.trainer.lora)
 
 
 def _largest_batch(run: Run, prompt: int) -> Batch:

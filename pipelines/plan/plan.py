@@ -216,9 +216,11 @@ def _card(run: Run, required: Needs) -> Iterator[str]:
             f"{'' if required.recompute else ', or set trainer.checkpoint_activations=true'}"
         )
     each = found.engines // run.rollout.replicas
-    if 0 < each < required.engine_weights:
+    weights = required.engine_weights + required.engine_base
+    if 0 < each < weights:
+        base = ", with what adapters are merged into," if required.engine_base else ""
         yield (
-            f"an engine gets {size(each)} of the GPU, and its weights alone take {size(required.engine_weights)}: "
+            f"an engine gets {size(each)} of the GPU, and its weights{base} alone take {size(weights)}: "
             "raise engine.memory"
         )
 

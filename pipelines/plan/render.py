@@ -11,6 +11,7 @@ from rich.table import Table
 
 from asyncrl.config import Run
 from asyncrl.config.user_code import stages
+from asyncrl.config.weights import published_adapters
 from asyncrl.errors import AsyncRLError
 from asyncrl.fleet.placement import Demand, Offer, arriving, demands, in_words, needed
 from asyncrl.models.config import ModelConfig
@@ -18,7 +19,17 @@ from asyncrl.precision.memory import footprints
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.devices import mps_runs
 from pipelines.plan.disk import most_checkpoints
-from pipelines.plan.estimate import Needs, Traffic, card, longest_prompt, model_config, needs, size, traffic
+from pipelines.plan.estimate import (
+    Needs,
+    Traffic,
+    beside_base,
+    card,
+    longest_prompt,
+    model_config,
+    needs,
+    size,
+    traffic,
+)
 
 WIDTH = 62
 """Of a box; with the way back of the weights beside it 80 columns suffice."""
@@ -48,10 +59,10 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
     except AsyncRLError:
         return  # `preflight` says why
     required = needs(run, model, prompt)
+    form = "as adapters" if published_adapters(run) else f"in {run.engine.carrier(run.rollout.precision)}"
     console.print(
-        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published in "
-        f"{run.engine.carrier(run.rollout.precision)}; longest prompt with its completion "
-        f"{prompt + run.rollout.max_tokens} tokens"
+        f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published {form}; "
+        f"longest prompt with its completion {prompt + run.rollout.max_tokens} tokens"
     )
     _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
     if offer is not None:
@@ -142,10 +153,12 @@ def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
     room = found.engines // run.rollout.replicas if found is not None and found.engines else REFERENCE_CARD
     title = f"rollout.precision: an engine with {size(room)} of a GPU"
     table = Table("precision", "weights", "KV cache per token", "KV tokens", title=title, title_justify="left")
-    for each in footprints(model, required.parameters, run.rollout.fp8):
+    for plain in footprints(model, required.parameters, run.rollout.fp8):
+        each = beside_base(run, model, required.parameters, plain, gpu=True)
         mark = " (chosen)" if each.precision == run.rollout.precision else ""
         tokens = f"{each.tokens(room):,}" if each.tokens(room) else "none: the weights do not fit"
-        table.add_row(f"{each.precision}{mark}", size(each.weights), size(each.kv_token), tokens)
+        weights = f"{size(each.weights)} + {size(each.base)} base" if each.base else size(each.weights)
+        table.add_row(f"{each.precision}{mark}", weights, size(each.kv_token), tokens)
     return table
 
 
@@ -184,7 +197,8 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
 
 
 def _engine_memory(required: Needs) -> str:
-    return f"weights {size(required.engine_weights)}, KV cache {size(required.kv_cache)}"
+    base = f", base of adapters {size(required.engine_base)}" if required.engine_base else ""
+    return f"weights {size(required.engine_weights)}{base}, KV cache {size(required.kv_cache)}"
 
 
 def _engines(run: Run) -> str:

@@ -153,7 +153,7 @@ def test_memory_of_an_8b_model() -> None:
     by_name = {found.precision: found for found in footprints(model, count, Fp8())}
     assert by_name["fp32"].weights == 4 * count
     assert by_name["bf16"].kv_token == 2 * 2 * 36 * 8 * 128
-    assert by_name["fp8_kv"] == ("fp8_kv", 2 * count, 2 * 36 * 8 * 128)
+    assert by_name["fp8_kv"] == ("fp8_kv", 2 * count, 2 * 36 * 8 * 128, 0)
     projections = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12_288)
     assert by_name["fp8"].weights == 2 * count - projections + 4 * projections // 128**2
     memory = 60 * 10**9
