@@ -32,7 +32,8 @@ class AdapterSource:
         parts = [self._ranks.whole((each.A if down else each.B).detach()) for each in adapters]
         if self._ranks.rank > 0:
             return None
-        return torch.stack(parts).float() * (1.0 if down else adapters[0].scale)
+        found = torch.stack(parts).float()
+        return found if down else found * adapters[0].scale
 
     def fence(self) -> None:
         self._ranks.fence()

@@ -11,6 +11,7 @@ from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.config.precision import Fp8, numerics
 from asyncrl.engines.native.cuda.fp8 import Fp8Serving, serve
 from asyncrl.engines.native.cuda.kernels.choice import kernels_of
+from asyncrl.engines.native.cuda.updates import CopyUpdate
 from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import DivergenceError, WeightSyncError
 from asyncrl.models.checkpoint import load_model
@@ -56,7 +57,10 @@ class Scene:
         manifest = WeightManifest(
             version=1, tensors=flat.specs, total_bytes=0, digest="", location="", fp8=Fp8Version((), given)
         )
-        return [(scales[1], scales[2]) for scales in self.serving.kv_scales(manifest, flat, WHO)]
+        return [(scales[1], scales[2]) for scales in self.serving.kv_scales(manifest, self.update(flat), WHO)]
+
+    def update(self, flat: Flat) -> CopyUpdate:
+        return CopyUpdate(flat, self.serving._weights.held, None)
 
 
 def grow(model: Decoder, factor: float) -> None:
@@ -106,7 +110,7 @@ def test_a_trainer_waits_once_for_all_that_it_quantizes(scene: Scene) -> None:
 def test_requests_wait_once_for_the_probe(scene: Scene) -> None:
     flat = scene.put(0)
     manifest = WeightManifest(version=1, tensors=flat.specs, total_bytes=0, digest="", location="")
-    expected = scene.serving.expected(manifest, flat, WHO)
+    expected = scene.serving.expected(manifest, scene.update(flat), WHO)
     held, specs = scene.serving._weights.held, {spec.name: spec for spec in flat.specs}
 
     def load(names: Iterable[str]) -> None:

@@ -48,10 +48,9 @@ class Timeline:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=self.stream is not None)
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, made beside the stream, for work that is launched from now on."""
+        """A copy on the device, for work that is launched from now on. The host waits for it, but not the stream."""
         found = tensor.to(self.device)
         if self.stream is not None and self._beside is not None:
-            torch.cuda.current_stream(self.device).synchronize()
             for stream in (self.stream, self._beside):
                 found.record_stream(stream)  # its memory is nobody else's before that work is done
         return found

@@ -35,7 +35,8 @@ class CopyUpdate:
 
     @property
     def place(self) -> Hashable:
-        return None if self._at_once is None else (self._flat.memory.data_ptr(), hash(self._flat.specs))
+        memory, device = self._flat.memory, next(iter(self._held.values())).device
+        return (memory.data_ptr(), hash(self._flat.specs)) if memory.device == device else None
 
     def find(self, name: str) -> Tensor:
         """A view is made when it is asked for, as Python takes long to make all of them."""

@@ -40,7 +40,7 @@ def _merge(
     FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    entry = table + 3 * tl.program_id(2)
+    entry = table + 4 * tl.program_id(2)
     layer = tl.load(entry)
     row = (tl.program_id(1) * SIDE + tl.arange(0, SIDE)).to(tl.int64)[:, None]
     column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[None, :]
@@ -73,26 +73,26 @@ def _merge(
 
 
 def merger(merges: Sequence[Merge]) -> Callable[[Flat], None]:
-    tables = [_table(merge) for merge in merges]
-    for merge, table_X_3 in zip(merges, tables, strict=True):
-        nothing = torch.zeros(_RANKS[0], device=table_X_3.device)
-        _launch(merge, table_X_3[:0], nothing, nothing)  # of no layers, but now it is compiled
+    tables = _tables(merges)
+    for merge, table_X_4 in zip(merges, tables, strict=True):
+        nothing = torch.zeros(_RANKS[0], device=table_X_4.device)
+        _launch(merge, table_X_4[:0], nothing, nothing)  # of no layers, but now it is compiled
 
     def run(flat: Flat) -> None:
-        for merge, table_X_3 in zip(merges, tables, strict=True):
-            _launch(merge, table_X_3, flat.tensor(merge.down), flat.tensor(merge.up))
+        for merge, table_X_4 in zip(merges, tables, strict=True):
+            _launch(merge, table_X_4, flat.tensor(merge.down), flat.tensor(merge.up))
 
     return run
 
 
-def _launch(merge: Merge, table_X_3: Tensor, down_L_R_I: Tensor, up_L_O_R: Tensor) -> None:
+def _launch(merge: Merge, table_X_4: Tensor, down_L_R_I: Tensor, up_L_O_R: Tensor) -> None:
     _, outputs, inputs = merge.base_L_O_I.shape
     rank, (fewest, most) = merge.down.shape[1], _RANKS
-    _merge[(triton.cdiv(inputs, _SIDE), triton.cdiv(outputs, _SIDE), len(table_X_3))](
+    _merge[(triton.cdiv(inputs, _SIDE), triton.cdiv(outputs, _SIDE), len(table_X_4))](
         merge.base_L_O_I,
         down_L_R_I,
         up_L_O_R,
-        table_X_3,
+        table_X_4,
         outputs,
         inputs,
         RANK=rank,
@@ -106,10 +106,15 @@ def _launch(merge: Merge, table_X_3: Tensor, down_L_R_I: Tensor, up_L_O_R: Tenso
     )
 
 
-def _table(merge: Merge) -> Tensor:
-    """Of each layer its number, and where its values and scales are written to."""
-    assert all(each.is_contiguous() for each in (merge.base_L_O_I, *merge.targets, *merge.scales))
-    scales = merge.scales or merge.targets
-    rows = zip(merge.layers, merge.targets, scales, strict=True)
-    entries = [[layer, target.data_ptr(), scale.data_ptr()] for layer, target, scale in rows]
-    return torch.tensor(entries, dtype=torch.int64).to(merge.base_L_O_I.device)
+def _tables(merges: Sequence[Merge]) -> Sequence[Tensor]:
+    """Of each merge, by layers: the number of the layer, where its values and where its scales are written to, and
+    nothing, because Triton compiles anew for an address that is no multiple of 16. The host waits once for all."""
+    if not merges:
+        return ()
+    rows: list[tuple[int, int, int, int]] = []
+    for merge in merges:
+        assert all(each.is_contiguous() for each in (merge.base_L_O_I, *merge.targets, *merge.scales))
+        places = zip(merge.layers, merge.targets, merge.scales or merge.targets, strict=True)
+        rows += [(layer, target.data_ptr(), scales.data_ptr(), 0) for layer, target, scales in places]
+    table_X_4 = torch.tensor(rows, dtype=torch.int64).to(merges[0].base_L_O_I.device)
+    return table_X_4.split([len(merge.layers) for merge in merges])
