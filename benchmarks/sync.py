@@ -1,15 +1,16 @@
 """How long new weights take from the trainer to a receiver in another process, by transport.
 
     python -m benchmarks.sync [--shape qwen3-0.6b qwen3-8b] [--transports cuda_ipc ...] [--precisions bf16 fp8]
-        [--updates 5] [--out FILE]
+        [--lora RANK] [--updates 5] [--out FILE]
 
 Random bf16 weights, made on the GPU where there is one. The receiver holds plain tensors and no engine. For each
 version: `publish` is the trainer's part (gather into one buffer, digest), `receive` maps the bytes or brings and checks
 them, `digest` is the receiver's over all of it, `load` copies them into its tensors; `whole` is from the begin of
 `publish` to the receiver's answer, and the rate follows from it. With `+delta` 1 % of the weights change, and only
 these are sent. In `fp8` the trainer quantizes the projections as a part of `publish`, FP8 and scales are sent, and what
-that adds to the whole is compared with its bar. Medians, without the first update, in which memory is allocated and
-communicators are formed.
+that adds to the whole is compared with its bar. With `--lora` the trainer sends adapters of all projections, and the
+receiver merges them into its weights as the native engine does: `digest` includes its checks, `load` is the merging.
+Medians, without the first update, in which memory is allocated and communicators are formed.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -29,13 +31,26 @@ import msgspec
 import torch
 
 from asyncrl.config.precision import Fp8
+from asyncrl.config.trainer import PROJECTIONS, Lora
 from asyncrl.config.weights import TransportName
+from asyncrl.engines.native.cuda.adapters import Base
+from asyncrl.engines.native.cuda.kernels.choice import kernels_of
+from asyncrl.engines.native.cuda.timeline import Timeline
+from asyncrl.engines.native.cuda.weights import Checked, Intake
+from asyncrl.engines.native.weight_loading import Receiver
+from asyncrl.models import lora
+from asyncrl.models.config import ModelConfig
+from asyncrl.models.decoder import Decoder
 from asyncrl.precision.publication import Fp8Source
+from asyncrl.training.adapter_source import AdapterSource
+from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.types import SendOrder, WeightManifest
-from asyncrl.weights.gather import OneRank
+from asyncrl.weights.flat import Flat
+from asyncrl.weights.gather import OneRank, Source
 from asyncrl.weights.transports.registry import addressed_to, make_writer, published
 
 RECEIVER = "receiver"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ADDED_MS = 100.0
 """What quantizing may add to an update."""
 CHANGED = 100
@@ -83,6 +98,10 @@ SHAPES = {
 }
 
 
+LORA_MS = {("qwen3-8b", "cuda_ipc"): 15.0}
+"""Target for the whole of an update of adapters, on an H200."""
+
+
 class Times(msgspec.Struct):
     """What the receiver measured, in seconds."""
 
@@ -107,26 +126,54 @@ class Row(msgspec.Struct, kw_only=True):
     gigabytes_per_second: float
 
 
-def receiver() -> None:
-    """The other process: one line of times for each manifest."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    held: dict[str, torch.Tensor] = {}
+class Copies:
+    """A receiver of whole weights."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def check(self, manifest: WeightManifest, flat: Flat) -> Callable[[], None]:
+        if (digest := flat.digest()) != manifest.digest:
+            raise SystemExit(f"version {manifest.version} arrived with digest {digest}")
+        return lambda: self._load(flat)
+
+    def _load(self, flat: Flat) -> None:
+        for name, tensor in flat.tensors():
+            if name not in self._held:
+                self._held[name] = torch.empty_like(tensor, device=DEVICE)
+            self._held[name].copy_(tensor)
+
+
+class Merges:
+    """A receiver of adapters: what the native engine does with them."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._timeline = Timeline(DEVICE)
+        held = weights(shape, DEVICE)
+        base = Base(held.items(), PROJECTIONS)
+        self._intake = Intake(held, self._timeline, kernels_of(DEVICE), middle=shape.layers // 2, base=base)
+        synchronize()
+
+    def check(self, manifest: WeightManifest, flat: Flat) -> Callable[[], None]:
+        return partial(self._load, self._intake.check(manifest, Receiver(RECEIVER, "the version before", "model")))
+
+    def _load(self, checked: Checked) -> None:
+        with self._timeline.work():
+            checked.update.load()
+
+
+def receiver(shape: str) -> None:
+    """The other process: one line of times for each manifest; `shape` is that of the model, if it gets adapters."""
+    receives = Merges(SHAPES[shape]) if shape else Copies()
     for line in sys.stdin:
         manifest = msgspec.json.decode(line, type=WeightManifest)
-        if not held:
-            held = {
-                s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in manifest.tensors
-            }
         began = perf_counter()
         flat = published(manifest)
         received = perf_counter()
-        digest = flat.digest()
+        load = receives.check(manifest, flat)
         digested = perf_counter()
-        for name, tensor in flat.tensors():
-            held[name].copy_(tensor)
+        load()
         synchronize()
-        if digest != manifest.digest:
-            raise SystemExit(f"version {manifest.version} arrived with digest {digest}")
         print(
             msgspec.json.encode(Times(received - began, digested - received, perf_counter() - digested)).decode(),
             flush=True,
@@ -146,6 +193,25 @@ def weights(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
+def adapters(shape: Shape, rank: int) -> Decoder:
+    """The trainer's model, with adapters of all projections."""
+    raw = {
+        "model_type": "qwen3",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.wide,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": shape.tied,
+    }
+    with DEVICE:
+        model = Decoder(ModelConfig.from_hf(raw), torch.bfloat16)
+    lora.attach(model, Lora(rank=rank), seed=0)
+    return model
+
+
 def available() -> list[str]:
     """The transports of this machine, the fastest first."""
     names = ["shared_memory", "file", "file+delta"]
@@ -157,14 +223,19 @@ def available() -> list[str]:
     return names
 
 
-def measure(shape: str, transport: str, precision: str, updates: int) -> Row:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tensors = weights(SHAPES[shape], device)
+def measure(shape: str, transport: str, precision: str, updates: int, rank: int = 0) -> Row:
+    source: Source
+    if rank:
+        model = adapters(SHAPES[shape], rank)
+        source, precision = AdapterSource(model, Ranks()), f"r{rank}"
+        tensors = {name: each.data for name, each in model.named_parameters() if each.requires_grad}
+    else:
+        tensors = weights(SHAPES[shape], DEVICE)
+        source = OneRank(tensors.items)
     gigabytes = 0.0
-    source = OneRank(tensors.items)
     name, _, delta = transport.partition("+")
     found: list[tuple[float, Times, float]] = []
-    command = [sys.executable, "-m", "benchmarks.sync", RECEIVER]
+    command = [sys.executable, "-m", "benchmarks.sync", RECEIVER, shape if rank else ""]
     with (
         tempfile.TemporaryDirectory(prefix="asyncrl-sync-") as folder,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
@@ -193,7 +264,7 @@ def measure(shape: str, transport: str, precision: str, updates: int) -> Row:
         child.stdin.close()
         child.wait(timeout=60)
         writer.close()
-    return summed_up((shape, transport, precision, device.type), gigabytes, found[1:])
+    return summed_up((shape, transport, precision, DEVICE.type), gigabytes, found[1:])
 
 
 def change(tensors: dict[str, torch.Tensor], *, sparsely: bool) -> None:
@@ -222,8 +293,8 @@ def summed_up(what: tuple[str, str, str, str], gigabytes: float, found: Sequence
 
 
 def main() -> None:
-    if sys.argv[1:] == [RECEIVER]:
-        receiver()
+    if sys.argv[1:2] == [RECEIVER]:
+        receiver(sys.argv[2])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
@@ -232,19 +303,22 @@ def main() -> None:
     )
     parser.add_argument("--transports", nargs="+", choices=available(), default=available())
     parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="send adapters of this rank, not weights")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.lora and arguments.precisions != ["bf16"]:
+        parser.error("--lora is measured with --precisions bf16")
     rows: list[Row] = []
     print(f"{'shape':12}{'transport':15}{'':5}{'GB':>7}   ms: publish  receive   digest     load    whole      GB/s")
     for shape in arguments.shape:
         for transport in arguments.transports:
             for precision in arguments.precisions:
-                rows.append(measure(shape, transport, precision, arguments.updates))
+                rows.append(measure(shape, transport, precision, arguments.updates, arguments.lora))
                 print(line(rows[-1]), flush=True)
                 if arguments.out:
                     arguments.out.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
-    print("\n".join(added(rows)))
+    print("\n".join([*added(rows), *targets(rows)]))
 
 
 def line(row: Row) -> str:
@@ -265,6 +339,17 @@ def added(rows: Sequence[Row]) -> list[str]:
             more = row.whole_ms - plain[row.shape, row.transport]
             told = "held" if more <= ADDED_MS else "NOT held"
             lines.append(f"{row.shape}, {row.transport}: FP8 adds {more:.1f} ms (bar {ADDED_MS:g}: {told})")
+    return lines
+
+
+def targets(rows: Sequence[Row]) -> list[str]:
+    """Of adapters."""
+    lines: list[str] = []
+    for row in rows:
+        target = LORA_MS.get((row.shape, row.transport))
+        if row.precision.startswith("r") and target is not None:
+            told = "held" if row.whole_ms <= target else "NOT held"
+            lines.append(f"{row.shape}, {row.transport}: adapters in {row.whole_ms:.1f} ms (target {target:g}: {told})")
     return lines
 
 
