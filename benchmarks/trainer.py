@@ -3,17 +3,21 @@
     python -m benchmarks.trainer [--out FILE]         Qwen3-1.7B's shape on a GPU, a tiny one on a CPU
     python -m benchmarks.trainer --vocabulary 49152 --untied            a smaller vocabulary, two matrices for it
     python -m benchmarks.trainer --shape smollm2-135m --answers 2048 --tokens 150 --tailed --prompt 128
+    python -m benchmarks.trainer --shape qwen3-8b --lora 16 --tokens 1024 4096 16384      adapters, three lengths
+    python -m benchmarks.trainer trainer.offload=optimizer trainer.optimizer=adamw_8bit        any setting of ours
 
 A step is forward, backward and update: for asyncrl `Learner.accumulate` and `Learner.step`, for transformers
 `AutoModelForCausalLM` with sdpa attention under autocast, AdamW (fused) and gradients clipped as ours are. Activations
-are `kept` for the backward or computed again in it (`recomputed`); `compiled` is recomputed under `torch.compile`. Both
-sides load the same random weights, take as many tokens at a time, and weigh each answer's log-probabilities by the
-same advantage, so gradients have the same norm, which is shown. Each row is measured in a process of its own, after a
-warm-up. A row that fails, for lack of memory or of a compiler, says so, and the others go on.
+are `kept` for the backward or computed again in it (`recomputed`); `compiled` is recomputed under `torch.compile`, and
+`eager` is ours without it. With --lora both sides train adapters of that rank on frozen bf16 weights (peft's for
+transformers). Both sides load the same random weights, take as many tokens at a time, and weigh each answer's
+log-probabilities by the same advantage, so gradients have the same norm, which is shown. Each row is measured in a
+process of its own, after a warm-up. A row that fails, for lack of memory or of a compiler, says so.
 
-TFLOP/s are those of the model: 6 for each weight of a matrix and token (2 forward, 4 backward; of the embedding
-nothing, of the output matrix only where a token is predicted), and 12 for each number of a query and key that attention
-sees. What is computed again, padding, and prompts that are repeated do not count, so all rows have the same count.
+TFLOP/s are those of the model: 6 for each weight of a matrix and token (2 forward, 4 backward, of which frozen weights
+lack 2; of the embedding nothing, of the output matrix only where a token is predicted), and 12 for each number of a
+query and key that attention sees. What is computed again, padding, and prompts that are repeated do not count, so all
+rows have the same count.
 """
 
 import argparse
@@ -34,12 +38,13 @@ from torch.nn import functional as F
 
 from asyncrl.config import Run
 from asyncrl.config.algorithm import Importance
-from asyncrl.config.trainer import Trainer
+from asyncrl.config.trainer import Lora, Trainer
 from asyncrl.models.config import ModelConfig, projection_shapes, read_config
+from asyncrl.system.compiler import compiles
 from asyncrl.training.advantages import with_advantages
 from asyncrl.training.batches import Answer, Block, pack
 from asyncrl.training.learner import Learner
-from asyncrl.training.memory import Batch, parameters, training_memory
+from asyncrl.training.memory import Batch, parameters, recomputed_layers, training_memory
 from asyncrl.types import Group, Segment, Slot, Trajectory
 from benchmarks import expand
 from benchmarks.rollout import QWEN3, made
@@ -65,6 +70,7 @@ UNTIED = ("qwen3-8b",)
 ROWS = (
     "asyncrl recomputed",
     "asyncrl kept",
+    "asyncrl eager",
     "transformers recomputed",
     "transformers kept",
     "transformers compiled",
@@ -75,8 +81,8 @@ SPREAD = 0.75
 """Of the logarithm of lengths with --tailed."""
 CLIP = 1.0
 DIFFERENCES = (
-    "in bf16 asyncrl computes with copies of the fp32 weights (2 bytes more a parameter), transformers casts them in "
-    "each forward (autocast)",
+    "in bf16 asyncrl keeps fp32 weights as bf16 and the missing 16 bits, transformers keeps fp32 and casts in each "
+    "forward (autocast)",
     "asyncrl makes logits in chunks and again in the backward, transformers makes those of all tokens at once",
     "asyncrl packs answers without padding and computes a common prompt once, transformers pads rows of similar length",
 )
@@ -98,6 +104,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int
     device: str
     dtype: str
+    lora: int = 0
+    """The rank of adapters; 0 trains every weight."""
+    ours: tuple[str, ...] = ()
+    """Overrides of our trainer's settings."""
 
     def budget_of(self, row: str) -> int:
         return self.kept_budget if row.endswith("kept") else self.budget
@@ -125,14 +135,18 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 def trainer_run(setting: Setting, row: str) -> Run:
     """Plain GRPO: a token's ratio is 1, as all samples are the policy's own, and nothing is rejected."""
+    settings = {
+        "dtype": setting.dtype,
+        "device": setting.device,
+        "token_budget": setting.budget_of(row),
+        "checkpoint_activations": not row.endswith("kept"),
+        "compile": "off" if row.endswith("eager") else "auto",
+        "grad_clip": CLIP,
+        "lora": {"rank": setting.lora},
+    }
+    settings |= {key.removeprefix("trainer."): value for key, value in (each.split("=") for each in setting.ours)}
     return Run(
-        trainer=Trainer(
-            dtype="bf16" if setting.dtype == "bf16" else "fp32",
-            device="cuda" if setting.device == "cuda" else "cpu",
-            token_budget=setting.budget_of(row),
-            checkpoint_activations=not row.endswith("kept"),
-            grad_clip=CLIP,
-        ),
+        trainer=msgspec.convert(settings, Trainer, strict=False),
         correction=Importance(proximal="trainer", weight="none", reject=(), max_drift=0.0),
     )
 
@@ -176,7 +190,7 @@ def warm_up(setting: Setting, row: str, groups: Sequence[Group]) -> Sequence[Gro
     return groups if setting.tailed else groups[:needed]
 
 
-def model_flops(config: ModelConfig, blocks: Sequence[Block]) -> float:
+def model_flops(config: ModelConfig, blocks: Sequence[Block], *, frozen: bool = False) -> float:
     """Of forward and backward; see above what counts."""
     layer = sum(rows * columns for rows, columns in projection_shapes(config).values())
     output = config.vocabulary * config.hidden_size
@@ -187,7 +201,9 @@ def model_flops(config: ModelConfig, blocks: Sequence[Block]) -> float:
         pairs += sum(new * len(block.prompt) + new * (new + 1) // 2 for new in news)
     matrices = config.layers * layer * sum(block.num_tokens for block in blocks)
     predicted = output * sum(answer.num_sampled for answer in answers)
-    return 6.0 * (matrices + predicted) + 12.0 * config.layers * config.heads * config.head_dim * pairs
+    return (4.0 if frozen else 6.0) * (
+        matrices + predicted
+    ) + 12.0 * config.layers * config.heads * config.head_dim * pairs
 
 
 class Ours:
@@ -216,19 +232,31 @@ class Plain:
         logging.disable_progress_bar()
         self._run, self._device = trainer_run(setting, row), torch.device(setting.device)
         self._narrow, self._budget = setting.dtype == "bf16", setting.budget_of(row)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        held = torch.bfloat16 if setting.lora and self._narrow else torch.float32
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=held, attn_implementation="sdpa")
+        if setting.lora:
+            loaded = self._adapted(loaded, self._run.trainer.lora)
         self._model = loaded.to(self._device).train()  # only then anything is computed again
         if not row.endswith("kept"):
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._loss: Callable[..., torch.Tensor] = torch.compile(self._sum) if row.endswith("compiled") else self._sum
         settings = self._run.trainer
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            self._trained,
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    @staticmethod
+    def _adapted(model: Any, settings: Lora) -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        model.enable_input_require_grads()
+        targets = list(settings.targets)
+        return get_peft_model(model, LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets))
 
     def _sum(self, tokens_B_T: torch.Tensor, target_B_T: torch.Tensor, weight_B_T: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._narrow):
@@ -240,7 +268,7 @@ class Plain:
         tokens = sum(t.sampled_tokens for group in groups for t in group.trajectories)
         for rows in padded(with_advantages(self._run, groups), self._budget):
             (self._loss(*(part.to(self._device) for part in rows)) / tokens).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -301,7 +329,7 @@ def measure(model: Path, setting: Setting, row: str) -> Figures:
         all_seconds=tuple(seconds),
         tokens_per_second=tokens / each,
         samples_per_second=setting.answers / each,
-        tflops=model_flops(config, blocks) / each / 1e12,
+        tflops=model_flops(config, blocks, frozen=setting.lora > 0) / each / 1e12,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else resident,
         predicted_bytes=predicted(run, config, blocks) if on_gpu and row.startswith("asyncrl") else None,
         gradient_norm=norms[0],
@@ -311,8 +339,9 @@ def measure(model: Path, setting: Setting, row: str) -> Figures:
 def predicted(run: Run, config: ModelConfig, blocks: Sequence[Block]) -> int:
     """The peak of the largest batch."""
     seen = max((int(b.tokens_T.numel()), sum(map(len, b.rows))) for b in pack(blocks, run.trainer.token_budget))
-    recompute = bool(run.trainer.checkpoint_activations)
-    return training_memory(run, config, Batch(seen[0], seen[1] / seen[0]), recompute=recompute).peak
+    layers = recomputed_layers(run, config, None)
+    batch, compiled = Batch(seen[0], seen[1] / seen[0]), compiles(run.trainer.compile, "cuda")
+    return training_memory(run, config, batch, recomputed=layers, compiled=compiled).peak
 
 
 def matrix_tflops() -> float:
@@ -374,7 +403,7 @@ def describe(setting: Setting, shape: str) -> str:
     )
 
 
-def setting_of(options: argparse.Namespace) -> Setting:
+def setting_of(options: argparse.Namespace, tokens: int | None = None) -> Setting:
     on_gpu = options.device == "cuda"
     raw = SHAPES[options.shape] | {"tie_word_embeddings": options.shape not in UNTIED and not options.untied}
     if options.vocabulary:
@@ -382,8 +411,8 @@ def setting_of(options: argparse.Namespace) -> Setting:
     budget = options.budget or (32_768 if on_gpu else 4096)
     return Setting(
         config=raw,
-        answers=options.answers or (64 if on_gpu else 16),
-        tokens=options.tokens or (4096 if on_gpu else 256),
+        answers=options.answers or (max(GROUP, 2**18 // (tokens or 4096)) if on_gpu else 16),
+        tokens=tokens or (4096 if on_gpu else 256),
         prompt=options.prompt,
         tailed=options.tailed,
         budget=budget,
@@ -391,6 +420,8 @@ def setting_of(options: argparse.Namespace) -> Setting:
         repeats=options.repeats,
         device=options.device,
         dtype=options.dtype or ("bf16" if on_gpu else "fp32"),
+        lora=options.lora,
+        ours=tuple(options.ours),
     )
 
 
@@ -399,8 +430,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="qwen3-1.7b, on a CPU tiny")
     parser.add_argument("--vocabulary", type=int, metavar="N", help="instead of the shape's own")
     parser.add_argument("--untied", action="store_true", help="an output matrix of its own, also in small shapes")
-    parser.add_argument("--answers", type=int, metavar="N", help="of a step; 64, on a CPU 16")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of an answer; 4096, on a CPU 256")
+    parser.add_argument("--answers", type=int, metavar="N", help="of a step; as many as make 2^18 tokens, on a CPU 16")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="of an answer; 4096, on a CPU 256")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters; 0 trains every weight")
     parser.add_argument("--tailed", action="store_true", help="lengths are log-normal, with --tokens in the middle")
     parser.add_argument("--prompt", type=int, default=1, metavar="N", help="tokens of a prompt, which 8 answers share")
     parser.add_argument("--budget", type=int, metavar="N", help="tokens at a time; 32768, on a CPU 4096")
@@ -410,6 +442,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="bf16, on a CPU fp32")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
+    parser.add_argument("ours", nargs="*", metavar="trainer.NAME=VALUE", help="settings of our trainer")
     options = parser.parse_args(words)
     options.shape = options.shape or ("qwen3-1.7b" if options.device == "cuda" else "tiny")
     return options
@@ -417,19 +450,21 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
-    setting, found = setting_of(options), list[Figures]()
-    print(describe(setting, options.shape))
-    limit = matrix_tflops() if options.device == "cuda" else None
-    if limit:
-        print(f"a plain product of bf16 matrices makes {limit:.0f} TFLOP/s here")
-    print(HEAD, flush=True)
-    for figures in compare(setting, options.rows):
-        found.append(figures)
-        print(line(figures), flush=True)
-        if options.out:
-            whole = {"shape": options.shape, "limit_tflops": limit, "setting": setting, "rows": found}
-            options.out.write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
-    print("TFLOP/s: 6 a weight and token + attention, nothing for what is computed again. What differs:")
+    limit, found = matrix_tflops() if options.device == "cuda" else None, list[dict[str, Any]]()
+    for number, tokens in enumerate(options.tokens or [None]):
+        setting, rows = setting_of(options, tokens), list[Figures]()
+        found.append({"shape": options.shape, "limit_tflops": limit, "setting": setting, "rows": rows})
+        print(("\n" if number else "") + describe(setting, options.shape))
+        if limit:
+            print(f"a plain product of bf16 matrices makes {limit:.0f} TFLOP/s here")
+        print(HEAD, flush=True)
+        for figures in compare(setting, options.rows):
+            rows.append(figures)
+            print(line(figures), flush=True)
+            if options.out:
+                whole = found if len(found) > 1 else found[0]
+                options.out.write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
+    print("TFLOP/s: 6 a weight and token (4 if frozen) + attention, nothing for what is computed again. What differs:")
     print("\n".join(f"- {each}" for each in DIFFERENCES))
 
 

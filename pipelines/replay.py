@@ -114,7 +114,7 @@ def _train(
     for row in _steps(learner, source.trajectories, steps, run.rollout.group_size):
         rows.append(row)
         print(_line(steps, row), flush=True)
-    save_model(learner.model, model)
+    save_model(learner.model, model, learner.tensors())
     for name in checkpoint.KEPT_BESIDE_WEIGHTS:
         if (start / name).is_file():
             shutil.copyfile(start / name, model / name)

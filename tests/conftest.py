@@ -5,6 +5,7 @@ change is judged by itself. `--hypothesis-profile=searching` looks for new ones.
 """
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many test processes as cores; and runs repeat to the bit
+# A shell's background jobs ignore it, their children with them: then no test could interrupt what it has started.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 _trackio = TemporaryDirectory(prefix="trackio-")
 os.environ["TRACKIO_DIR"] = _trackio.name  # it looks once, when it is imported, which TRL does as well
 

@@ -163,7 +163,7 @@ class TrainerActor:
     async def export_weights(self, order: SendOrder) -> WeightManifest:
         """Send the current weights to the members of the order, with the probe for them."""
         with self._activity.doing(f"putting version {self._learner.version} out"):
-            in_fp8 = None if self._guardrails.fell_back else self._fp8.of(self._learner.computing)
+            in_fp8 = None if self._guardrails.fell_back else self._fp8.of(self._learner.model)
             manifest = self._writer.publish(self._learner.version, order)
             manifest = msgspec.structs.replace(manifest, fp8=None if in_fp8 is None else in_fp8())
         if not probe.wanted(self._run):

@@ -43,9 +43,17 @@ class Trainer(Settings, frozen=True):
     """Processes that train together, each with a part of the weights and of every batch (FSDP2), on GPUs one a GPU."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
-    checkpoint_activations: bool | Literal["auto"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Fuse the layers, the logits and the update with torch.compile. `auto` does it on a GPU where there is a C
+    compiler; the first steps of a run then take up to a minute more."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps a byte instead of four for each moment: 6 bytes less a parameter, and approximate."""
+    offload: Literal["none", "optimizer"] = "none"
+    """`optimizer` keeps the moments, and what bf16 weights lack of their fp32 masters, in the host's memory: 10 bytes
+    less a parameter on the GPU, 4 with adamw_8bit. They visit the GPU at every update; the numbers are the same."""
+    checkpoint_activations: bool | Positive | Literal["auto"] = "auto"
     """Keep only each layer's input for the backward and compute the rest again: a third more work, a fraction of the
-    memory. `auto` does it on a GPU whose share for the trainer would not hold everything."""
+    memory. A number does it in so many layers, `auto` in as many as the trainer's share of a GPU asks for."""
     logits_bytes: Positive = 1 << 30
     """Largest block of fp32 logits at a time; those of more tokens are made in chunks, and again in the backward."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -65,6 +73,20 @@ def check_trainer(run: "Run") -> None:
         raise ConfigError(
             f"trainer.warmup_steps={run.trainer.warmup_steps} and trainer.decay_steps={run.trainer.decay_steps} do not "
             f"fit into steps={run.steps}; lower one of them, or raise steps"
+        )
+    for name, value, plain in (
+        ("optimizer", run.trainer.optimizer, "adamw"),
+        ("offload", run.trainer.offload, "none"),
+    ):
+        if value != plain and run.trainer.ranks > 1:
+            raise ConfigError(
+                f"trainer.{name}={value} is for one rank; with trainer.ranks={run.trainer.ranks} each holds a part of "
+                f"the optimizer: set trainer.{name}={plain}, or trainer.ranks=1"
+            )
+    if run.trainer.offload != "none" and run.trainer.device == "cpu":
+        raise ConfigError(
+            f"trainer.offload={run.trainer.offload} keeps state out of a GPU's memory, and trainer.device=cpu uses "
+            "none; set trainer.offload=none"
         )
     if run.trainer.lora.rank and not run.trainer.lora.targets:
         raise ConfigError("trainer.lora.targets=[] leaves nothing to train; name some, or set trainer.lora.rank=0")

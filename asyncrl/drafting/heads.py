@@ -94,7 +94,7 @@ class Head(nn.Module):
             normed = rms_norm(embedded_T_E, NormScale.of(self.embedding_norm, eps))
             x_T_E = feature_T_E
             y_T_X = torch.cat([normed, rms_norm(feature_T_E, NormScale.of(self.feature_norm, eps))], -1)
-        y_T_X = layer.attention(y_T_X, rotate, 0, attend)
+        y_T_X = attend(0, *layer.heads_of(y_T_X, rotate))
         x_T_E = add_projection(x_T_E[: len(y_T_X)], y_T_X, layer.out, None)
         return add_projection(x_T_E, layer.gated(rms_norm(x_T_E, layer.mlp_norm)), layer.down, None)
 

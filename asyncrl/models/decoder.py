@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
-from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models.adapters import UNCHANGED, Adapters, Changes, changed
 from asyncrl.models.config import ModelConfig
@@ -52,14 +51,10 @@ class LayerTensors(NamedTuple):
     """Low-rank ones to the four matrices."""
 
     def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
-        y_T_E = self.attention(rms_norm(x_T_E, self.input_norm), rotate, layer, attend)
-        if y_T_E.shape[0] < x_T_E.shape[0]:
-            x_T_E = x_T_E[: y_T_E.shape[0]]
-        x_T_E = changed(add_projection(x_T_E, y_T_E, self.out, self.out_bias), y_T_E, self.changes.out)
-        y_T_F = self.gated(rms_norm(x_T_E, self.mlp_norm))
-        return changed(add_projection(x_T_E, y_T_F, self.down, self.down_bias), y_T_F, self.changes.down)
+        return self.after_attention(x_T_E, attend(layer, *self.heads_of(rms_norm(x_T_E, self.input_norm), rotate)))
 
-    def attention(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
+    def heads_of(self, x_T_E: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of states that are normalised."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv_T_X = changed(_project(x_T_E, self.qkv, self.qkv_bias), x_T_E, self.changes.qkv)
         qkv_T_X_D = qkv_T_X.view(-1, heads + 2 * kv_heads, self.head_dim)
@@ -67,7 +62,15 @@ class LayerTensors(NamedTuple):
         if self.qk_norm is not None:
             qk_T_A_D = rms_norm(qk_T_A_D, self.qk_norm)
         q_T_H_D, k_T_K_D = torch.split_with_sizes(rotate(qk_T_A_D), (heads, kv_heads), 1)
-        return attend(layer, q_T_H_D, k_T_K_D, v_T_K_D)
+        return q_T_H_D, k_T_K_D, v_T_K_D
+
+    def after_attention(self, x_T_E: Tensor, y_T_X: Tensor) -> Tensor:
+        """`x_T_E` is the layer's input and `y_T_X` what attention made of it, perhaps for the first tokens only."""
+        if y_T_X.shape[0] < x_T_E.shape[0]:
+            x_T_E = x_T_E[: y_T_X.shape[0]]
+        x_T_E = changed(add_projection(x_T_E, y_T_X, self.out, self.out_bias), y_T_X, self.changes.out)
+        y_T_F = self.gated(rms_norm(x_T_E, self.mlp_norm))
+        return changed(add_projection(x_T_E, y_T_F, self.down, self.down_bias), y_T_F, self.changes.down)
 
     def gated(self, x_T_E: Tensor) -> Tensor:
         gate_up = changed(_project(x_T_E, self.gate_up, self.gate_up_bias), x_T_E, self.changes.gate_up)
@@ -164,13 +167,17 @@ class Layer(nn.Module):
             changes=UNCHANGED if self.adapters is None else self.adapters.changes(),
         )
 
-    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
-        return self.tensors().forward(x_T_E, rotate, layer, attend)
+    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend, run: "LayerForward") -> Tensor:
+        return run(self, x_T_E, rotate, layer, attend)
 
 
-def _recomputed(layer: nn.Module, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
-    run = partial(layer, rotate=rotate, layer=index, attend=attend)
-    return cast(Tensor, checkpoint(run, x_T_E, use_reentrant=False, preserve_rng_state=False))
+LayerForward = Callable[[Layer, Tensor, Rotate, int, Attend], Tensor]
+"""One way to run a layer. It is called inside the module, so that hooks of the module (FSDP's) come before it."""
+
+
+def keeping(layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
+    """What autograd wants is kept for the backward."""
+    return layer.tensors().forward(x_T_E, rotate, index, attend)
 
 
 class Decoder(nn.Module):
@@ -197,15 +204,12 @@ class Decoder(nn.Module):
         attend: Attend,
         taps: Taps | None = None,
         *,
-        recompute: bool = False,
+        run: Callable[[int], LayerForward] = lambda _: keeping,
     ) -> Tensor:
-        """Final hidden states, normalised and ready for `logits`.
-
-        With `recompute` only the input of each layer is kept for the backward, which runs the layer once more.
-        """
+        """Final hidden states, normalised and ready for `logits`. `run` is how the layer of a number is computed."""
         rotation = computed_rotation(self.frequencies_D, self.norm.dtype)
         norm = NormScale.of(self.norm, self.config.norm_eps)
-        layers = [partial(_recomputed, layer) for layer in self.layers] if recompute else self.layers
+        layers = [partial(layer, run=run(index)) for index, layer in enumerate(self.layers)]
         tensors = Tensors(self.embed_tokens.weight, rotation, layers, norm)
         return tensors.forward(tokens_T, positions_T, attend, taps)
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.models.compiling import compiled
+
 
 class TokenLogprobs(NamedTuple):
     logp_L: Tensor
@@ -34,10 +36,17 @@ def bf16_logits(hidden_T_E: Tensor, output_V_E: Tensor) -> Tensor:
 
 
 def chunked_logprobs(
-    hidden_L_E: Tensor, output_V_E: Tensor, target_L: Tensor, *, temperature: float, chunk: int, entropy: bool = False
+    hidden_L_E: Tensor,
+    output_V_E: Tensor,
+    target_L: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    entropy: bool = False,
+    compile: bool = False,
 ) -> TokenLogprobs:
     """From the logits of `chunk` tokens at a time, forward and backward; both matrices must have the same dtype."""
-    return TokenLogprobs(*_Chunked.apply(hidden_L_E, output_V_E, target_L, temperature, chunk, entropy))
+    return TokenLogprobs(*_Chunked.apply(hidden_L_E, output_V_E, target_L, temperature, chunk, entropy, compile))
 
 
 class _Logits(torch.autograd.Function):
@@ -70,57 +79,55 @@ class _Chunked(torch.autograd.Function):
         temperature: float,
         chunk: int,
         entropy: bool,
+        compile: bool,
     ) -> tuple[Tensor, ...]:
+        measure = compiled(_measure) if compile else _measure
         found: list[tuple[Tensor, ...]] = []
         for hidden_C_E, target_C_1 in zip(hidden_L_E.split(chunk), target_L[:, None].split(chunk), strict=True):
-            found.append(_of_chunk(hidden_C_E, output_V_E, target_C_1, temperature, entropy))
+            found.append(measure(_product(hidden_C_E, output_V_E.t()), target_C_1, temperature, entropy))
         outputs = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden_L_E, output_V_E, target_L, *outputs[1:])
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.compile = temperature, chunk, compile
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_L_E, output_V_E, target_L, *entropy_L = ctx.saved_tensors
         columns_L_1 = [column[:, None] for column in (*grads, *entropy_L)]
+        gradient = compiled(_gradient) if ctx.compile else _gradient
         grad_hidden_L_E = torch.empty_like(hidden_L_E)
         grad_output_V_E = output_V_E.new_zeros(output_V_E.shape, dtype=grads[0].dtype)
         for start in range(0, len(target_L), ctx.chunk):
             here = slice(start, start + ctx.chunk)
             columns_C_1 = [column[here] for column in columns_L_1]
-            grad_C_V = _logit_gradient(
-                hidden_L_E[here], output_V_E, target_L[here, None], ctx.temperature, *columns_C_1
-            )
+            logits_C_V = _product(hidden_L_E[here], output_V_E.t())
+            grad_C_V = gradient(logits_C_V, target_L[here, None], ctx.temperature, output_V_E.dtype, *columns_C_1)
+            del logits_C_V
             grad_hidden_L_E[here] = grad_C_V @ output_V_E
             grad_output_V_E += _product(grad_C_V.t(), hidden_L_E[here])
             del grad_C_V  # not beside the next one's
-        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), None, None, None, None
+        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), None, None, None, None, None
 
 
-def _of_chunk(
-    hidden_C_E: Tensor, output_V_E: Tensor, target_C_1: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, ...]:
-    logp_C_V = _logits(hidden_C_E, output_V_E, temperature).log_softmax(-1)
+def _measure(logits_C_V: Tensor, target_C_1: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
+    """Log-probabilities of the targets and, if asked for, the entropies. The logits may be overwritten."""
+    logp_C_V = _scaled(logits_C_V, temperature).log_softmax(-1)
     logp_C = logp_C_V.gather(1, target_C_1).squeeze(1)
     return (logp_C, -logp_C_V.exp().mul_(logp_C_V).sum(-1)) if entropy else (logp_C,)
 
 
-def _logit_gradient(
-    hidden_C_E: Tensor,
-    output_V_E: Tensor,
+def _gradient(
+    logits_C_V: Tensor,
     target_C_1: Tensor,
     temperature: float,
+    dtype: torch.dtype,
     grad_logp_C_1: Tensor,
     *of_entropy_C_1: Tensor,
 ) -> Tensor:
-    """Before the temperature, in the dtype of the matrices; `of_entropy_C_1` are its gradient and the entropy."""
-    logits_C_V = _logits(hidden_C_E, output_V_E, temperature)
-    grad_C_V = _scaled_softmax(logits_C_V, grad_logp_C_1, *of_entropy_C_1).neg_()
-    del logits_C_V
+    """That of the logits, which may be overwritten; `of_entropy_C_1` are the entropy's gradient and the entropy."""
+    grad_C_V = _scaled_softmax(_scaled(logits_C_V, temperature), grad_logp_C_1, *of_entropy_C_1).neg_()
     grad_C_V.scatter_add_(1, target_C_1, grad_logp_C_1)
-    if temperature != 1.0:
-        grad_C_V /= temperature
-    return grad_C_V.to(hidden_C_E.dtype)
+    return _scaled(grad_C_V, temperature).to(dtype)
 
 
 def _scaled_softmax(
@@ -134,9 +141,8 @@ def _scaled_softmax(
     return logp_C_V.exp_().mul_(factor_C_V)
 
 
-def _logits(hidden_C_E: Tensor, output_V_E: Tensor, temperature: float) -> Tensor:
-    logits_C_V = _product(hidden_C_E, output_V_E.t())
-    return logits_C_V if temperature == 1.0 else logits_C_V.div_(temperature)
+def _scaled(x_C_V: Tensor, temperature: float) -> Tensor:
+    return x_C_V if temperature == 1.0 else x_C_V.div_(temperature)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -58,7 +58,11 @@ def row_attention(rows: Sequence[Indices], device: torch.device | str = "cpu") -
 
 def attention_for(rows: Sequence[Indices], device: torch.device, *, narrow: bool) -> Attend:
     """The fastest that there is: flash attention on a GPU in bf16, else padded buckets."""
-    return span_attention(rows, device, flash) if narrow and device.type == "cuda" else row_attention(rows, device)
+    return span_attention(rows, device, flash) if uses_flash(device, narrow) else row_attention(rows, device)
+
+
+def uses_flash(device: torch.device, narrow: bool) -> bool:
+    return narrow and device.type == "cuda"
 
 
 def span_attention(rows: Sequence[Indices], device: torch.device | str, kernel: Kernel) -> Attend:

@@ -30,9 +30,10 @@ from asyncrl.errors import CheckpointError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import WEIGHTS, save_config, save_model, weight_files
 from asyncrl.models.names import cut, hf_parts
+from asyncrl.training.adamw import HALF, AdamW
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
-from asyncrl.training.distributed.shards import TensorFiles, fill, read_rows
+from asyncrl.training.distributed.shards import TensorFiles, read_rows
 from asyncrl.training.learner import Learner
 
 MANIFEST = "manifest.json"
@@ -240,8 +241,7 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
     elif (checkpoint / ADAPTERS).exists():
         raise CheckpointError(f"{checkpoint} was written with trainer.lora.rank, which this run has not set")
     else:
-        fill(learner.model, checkpoint, learner.ranks)
-    learner.weights_changed()
+        learner.fill(checkpoint)
     _restore_optimizer(learner.model, learner.optimizer, _files(checkpoint, OPTIMIZER), learner.ranks)
     if learner.critic is not None:
         _restore_critic(learner.critic, checkpoint, learner.ranks)
@@ -278,20 +278,39 @@ def _restore_critic(critic: Critic, checkpoint: Path, ranks: Ranks) -> None:
 
 def _restore_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: TensorFiles, ranks: Ranks) -> None:
     for name, parameter in module.named_parameters():
-        if f"{name}/step" in saved:
-            step = saved.tensor(f"{name}/step").to(parameter.device)
+        if f"{name}/step" not in saved:
+            continue
+        if isinstance(optimizer, AdamW):
+            moments = {key: _shaped(moment, parameter) for key, moment in optimizer.make_moments(parameter).items()}
+            optimizer.state[parameter]["step"].copy_(saved.tensor(f"{name}/step"))
+        else:
             moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
-            optimizer.state[parameter] = {"step": step, **moments}
-            for key, moment in moments.items():
-                read_rows(saved, f"{name}/{key}", moment, ranks)
+            optimizer.state[parameter] = {"step": saved.tensor(f"{name}/step").to(parameter.device), **moments}
+        for key, moment in moments.items():
+            if f"{name}/{key}" not in saved:
+                raise CheckpointError(
+                    f"the optimizer of the checkpoint has no {key} for {name}: it was written with another "
+                    "trainer.optimizer; set that of the run that wrote it"
+                )
+            read_rows(saved, f"{name}/{key}", moment, ranks)
 
 
 def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {
-        f"{name}/{key}": value
+        f"{name}/{key}": _shaped(value, parameter)
         for name, parameter in module.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
+        if key != HALF  # is in the weights
     }
+
+
+def _shaped(moment: Tensor, parameter: nn.Parameter) -> Tensor:
+    """As torch's AdamW keeps it; what is kept in 8 bits stays flat."""
+    return (
+        moment.view(parameter.shape)
+        if moment.shape[:1] == (parameter.numel(),) and moment.is_floating_point()
+        else moment
+    )
 
 
 def _sync(path: Path) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from asyncrl.algorithms import losses
 from asyncrl.config import Trainer
+from asyncrl.models.execution import Execution
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.forward import predicting_states
@@ -22,14 +23,13 @@ class Critic(nn.Module):
         settings: Trainer,
         device: torch.device,
         ranks: Ranks,
-        *,
-        recompute: bool = False,
+        execution: Execution,
     ) -> None:
         super().__init__()
         self.body, config = ranks.load(model_path, device, torch.float32)
         self.head = nn.Parameter(torch.zeros(config.hidden_size, device=device))
         ranks.shard(self, self.body, model_path, torch.float32)
-        self._ranks, self._settings, self._recompute = ranks, settings, recompute
+        self._ranks, self._settings, self._execution = ranks, settings, execution
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.parameters() if parameter is not self.body.output_matrix],
             lr=rate,
@@ -42,8 +42,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Of the state before each sampled token."""
-        recompute = self._recompute and torch.is_grad_enabled()
-        return predicting_states(self.body, batch, self._settings, recompute=recompute) @ self.head
+        return predicting_states(self.body, batch, self._settings, execution=self._execution) @ self.head
 
     def learn(self, batch: PackedBatch, return_L: Tensor) -> None:
         loss = losses.critic(self(batch), return_L).sum() * (not batch.idle)

@@ -1,7 +1,6 @@
-"""Weights as they leave a learner: bf16 copies, whole tensors with merged adapters, and the probe of a version."""
+"""Weights as they leave a learner: whole tensors with merged adapters, and the probe of a version."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -19,51 +18,25 @@ from asyncrl.training.distributed.shards import ShardSource
 from asyncrl.training.forward import predicting_states
 
 
-class Bf16Weights:
-    """Bf16 working copies of fp32 master weights: what forward and backward read, and what engines are sent.
-
-    Autocast alone would cast every weight at every use, and keep the result until the backward. Gradients of the copies
-    are bf16 as autocast's would be; each is added to its master's in fp32 as soon as it is there, and dropped. Call
-    `refresh` after every change of the masters.
-    """
-
-    def __init__(self, master: Decoder) -> None:
-        self.model = Decoder(master.config, torch.bfloat16).to(master.norm.device)
-        self._pairs = list(zip(self.model.parameters(), master.parameters(), strict=True))
-        for copy, owner in self._pairs:
-            copy.register_post_accumulate_grad_hook(partial(_release_copy, owner))
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        for copy, owner in self._pairs:
-            copy.copy_(owner)
-
-
-def _release_copy(owner: nn.Parameter, copy: Tensor) -> None:
-    grad = copy.grad
-    assert grad is not None
-    if owner.grad is None:
-        owner.grad = grad.float()
-    else:
-        owner.grad.add_(grad)
-    copy.grad = None
-
-
 class Export:
     """Whole weights with merged adapters, whatever part this rank holds. Every rank makes the same calls."""
 
-    def __init__(self, model: Decoder, ranks: Ranks, *, adapted: bool) -> None:
-        self._model, self._ranks, self._adapted = model, ranks, adapted
+    def __init__(
+        self, model: Decoder, ranks: Ranks, *, adapted: bool, master: Callable[[nn.Parameter], Tensor]
+    ) -> None:
+        self._model, self._ranks, self._adapted, self._master = model, ranks, adapted, master
 
     def weight(self, own: str, parts: tuple[Part, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         if self._adapted:
             return lora.merged(self._model, own, parts, self._ranks.whole).to(dtype)
-        return self._ranks.whole(self._model.get_parameter(own).detach().to(dtype))
+        parameter = self._model.get_parameter(own)
+        return self._ranks.whole(
+            (parameter.detach() if parameter.dtype == dtype else self._master(parameter)).to(dtype)
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """In fp32, by Hugging Face name."""
-        if self._ranks.world == 1 and not self._adapted:
+        if self._ranks.world == 1 and not self._adapted and self._model.norm.dtype == torch.float32:
             return hf_tensors(self._model)
         return (pair for own, parts in hf_parts(self._model) for pair in cut(self.weight(own, parts), parts))
 

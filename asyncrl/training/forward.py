@@ -7,15 +7,22 @@ from torch.nn import functional
 from asyncrl.algorithms import losses
 from asyncrl.config import Run, Trainer
 from asyncrl.models.decoder import Decoder
+from asyncrl.models.execution import Execution
 from asyncrl.models.head import TokenLogprobs, bf16_logits, chunked_logprobs
 from asyncrl.models.packed import attention_for
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.memory import chunk_tokens
 
+PLAIN = Execution()
+
 
 def predicting_states(
-    model: Decoder, batch: PackedBatch, settings: Trainer, tap: HiddenTap | None = None, *, recompute: bool = False
+    model: Decoder,
+    batch: PackedBatch,
+    settings: Trainer,
+    tap: HiddenTap | None = None,
+    execution: Execution = PLAIN,
 ) -> Tensor:
     """The hidden state from which each sampled token was predicted."""
     device = batch.tokens_T.device
@@ -23,7 +30,7 @@ def predicting_states(
     attend = attention_for(batch.rows, device, narrow=narrow)
     taps = None if tap is None else tap.taps()
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
-        hidden_T = model(batch.tokens_T, batch.positions_T, attend, taps, recompute=recompute)
+        hidden_T = model(batch.tokens_T, batch.positions_T, attend, taps, run=execution.layer)
     if tap is not None and taps is not None:
         tap.take(batch, hidden_T, taps.found_T_E)
     # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
@@ -33,21 +40,26 @@ def predicting_states(
 class PolicyForward:
     """A model as a policy: at the temperature that the rollouts sample with."""
 
-    def __init__(self, model: Decoder, run: Run, *, recompute: bool = False) -> None:
-        self._model, self._recompute = model, recompute
+    def __init__(self, model: Decoder, run: Run, execution: Execution = PLAIN) -> None:
+        self._model, self._execution = model, execution
         self._settings = run.trainer
         self._temperature = run.rollout.temperature or 1.0
 
     def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
-        recompute = self._recompute and torch.is_grad_enabled()
-        hidden_L_E = predicting_states(self._model, batch, self._settings, tap, recompute=recompute)
+        hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution)
         output_V_E, narrow = self._model.output_matrix, self._settings.dtype == "bf16"
         chunk = chunk_tokens(self._settings.logits_bytes, len(output_V_E))
         if len(hidden_L_E) > chunk:
             if narrow:
                 hidden_L_E, output_V_E = hidden_L_E.bfloat16(), output_V_E.bfloat16()
             return chunked_logprobs(
-                hidden_L_E, output_V_E, batch.target_L, temperature=self._temperature, chunk=chunk, entropy=entropy
+                hidden_L_E,
+                output_V_E,
+                batch.target_L,
+                temperature=self._temperature,
+                chunk=chunk,
+                entropy=entropy,
+                compile=self._execution.compiled,
             )
         logits_L_V = bf16_logits(hidden_L_E, output_V_E) if narrow else self._model.logits(hidden_L_E)
         logits_L_V = logits_L_V / self._temperature

@@ -12,18 +12,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.algorithms import losses, registry
 from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Caution, Corrected
 from asyncrl.config import Run
 from asyncrl.config.trainer import Trainer
+from asyncrl.errors import ConfigError
 from asyncrl.models import lora
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
+from asyncrl.models.execution import Execution
 from asyncrl.models.names import hf_tensors
+from asyncrl.models.packed import uses_flash
+from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
+from asyncrl.training.adamw import AdamW, Betas
 from asyncrl.training.advantages import TokenAdvantages, with_advantages
 from asyncrl.training.batches import PackedBatch, share
 from asyncrl.training.critic import Critic
@@ -39,7 +44,8 @@ from asyncrl.training.diagnostics import (
     shares,
 )
 from asyncrl.training.distributed.ranks import Ranks
-from asyncrl.training.export import Bf16Weights, Export
+from asyncrl.training.distributed.shards import fill
+from asyncrl.training.export import Export
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.guardrails import alarms
 from asyncrl.training.hidden_capture import HiddenTap
@@ -64,35 +70,62 @@ class Learner:
         self._entry = registry.entry(run.algorithm)
         self.device = training_device(run.trainer.device)
         narrow, adapts = run.trainer.dtype == "bf16", run.trainer.lora.rank > 0
-        # Weights that are not trained need no masters in fp32.
-        held = torch.bfloat16 if narrow and adapts else torch.float32
-        self.model, self.model_config = self._load(model_path, held, adapt=adapts)
-        self.outgoing = Export(self.model, self.ranks, adapted=adapts)
+        in_halves = narrow and not adapts and self.ranks.world == 1
+        if in_halves:  # `fill` reads fp32 masters, and the optimizer keeps what bf16 has no room for
+            self.model_config = read_config(model_path)
+            self.model = Decoder(self.model_config, torch.bfloat16).to(self.device)
+        else:  # weights that are not trained need no masters
+            held = torch.bfloat16 if narrow and adapts else torch.float32
+            self.model, self.model_config = self._load(model_path, held, adapt=adapts)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._working = Bf16Weights(self.model) if narrow and not adapts and self.ranks.world == 1 else None
-        self._recompute = self._recomputes()
-        self._policy = PolicyForward(self.computing, run, recompute=self._recompute)
+        self._execution = self._choose_execution()
+        self.optimizer = self._make_optimizer()
+        if in_halves:
+            self.fill(model_path)
+        self.outgoing = Export(self.model, self.ranks, adapted=adapts, master=self._master)
+        self._policy = PolicyForward(self.model, run, self._execution)
         self._reference = self._make_reference(model_path)
         self.critic = None
         if (rate := run.algorithm.critic_rate) is not None:
-            self.critic = Critic(model_path, rate, run.trainer, self.device, self.ranks, recompute=self._recompute)
+            self.critic = Critic(model_path, rate, run.trainer, self.device, self.ranks, self._execution)
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
         self.version, self.caution = 0, Caution(run.correction)
-        self.optimizer = torch.optim.AdamW(
-            self._trained,
-            lr=run.trainer.lr,
-            betas=(run.trainer.beta1, run.trainer.beta2),
-            weight_decay=run.trainer.weight_decay,
-            fused=True,
-        )
         self._reset()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own where all of it is fp32 and in one place, which repeats older runs to the bit; else ours."""
+        settings = self._settings
+        narrow = any(parameter.dtype != torch.float32 for parameter in self._trained)
+        if not narrow and settings.optimizer == "adamw" and settings.offload == "none":
+            betas = settings.beta1, settings.beta2
+            return torch.optim.AdamW(
+                self._trained, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
+            )
+        if settings.offload != "none" and self.device.type == "cpu":
+            raise ConfigError(f"trainer.offload={settings.offload} needs a GPU, and there is none here; set it to none")
+        return AdamW(
+            self._trained,
+            betas=Betas(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            eight_bit=settings.optimizer == "adamw_8bit",
+            offload=settings.offload == "optimizer",
+            compile=self._execution.compiled,
+        )
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        return self.optimizer.master(parameter) if isinstance(self.optimizer, AdamW) else parameter.detach()
+
+    def fill(self, directory: Path) -> None:
+        """Read the master weights from a checkpoint in Hugging Face layout."""
+        write = self.optimizer.set_master if isinstance(self.optimizer, AdamW) else None
+        fill(self.model, directory, self.ranks, write)
 
     def _make_reference(self, model_path: Path) -> PolicyForward | None:
         if not self._algorithm.kl.coefficient:
             return None
-        model, _ = self._load(model_path, self.computing.norm.dtype)
-        return PolicyForward(model.requires_grad_(False), self._run)
+        model, _ = self._load(model_path, self.model.norm.dtype)
+        return PolicyForward(model.requires_grad_(False), self._run, self._execution)
 
     def _load(self, path: Path, dtype: torch.dtype, *, adapt: bool = False) -> tuple[Decoder, ModelConfig]:
         model, config = self.ranks.load(path, self.device, dtype)
@@ -101,19 +134,12 @@ class Learner:
         self.ranks.shard(model, model, path, torch.bfloat16 if self._settings.dtype == "bf16" else torch.float32)
         return model, config
 
-    @property
-    def computing(self) -> Decoder:
-        """What forward and backward run on: the masters themselves, or their bf16 copies."""
-        return self.model if self._working is None else self._working.model
-
-    def _recomputes(self) -> bool:
+    def _choose_execution(self) -> Execution:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
-        return memory.recomputes(self._run, self.model_config, card)
-
-    def weights_changed(self) -> None:
-        """After the master weights were written to from outside."""
-        if self._working is not None:
-            self._working.refresh()
+        compile = compiles(self._settings.compile, self.device.type)
+        flash = uses_flash(self.device, self._settings.dtype == "bf16")
+        again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
+        return Execution(again, compile, flash)
 
     def _reset(self) -> None:
         self._samples = self._tokens = 0
@@ -225,7 +251,6 @@ class Learner:
             rate = learning_rate(self._settings, self.version, self._run.steps)
             self.optimizer.param_groups[0]["lr"] = rate * found["lr_scale"]
             self.optimizer.step()
-            self.weights_changed()
         if self.critic is not None:
             self._sums |= self.critic.step(self._tokens, frozen=bool(self._fault))
         self.version += 1
@@ -255,6 +280,8 @@ class Learner:
     def _gradient(self) -> float:
         """Turn the sum into a mean, clip it, and return its norm."""
         denominator = self._denominator() / self.ranks.world  # of ranks the mean is there already
+        if isinstance(self.optimizer, AdamW):
+            return float(self.optimizer.average_gradients(denominator, self._settings.grad_clip))
         for parameter in self._trained:
             if parameter.grad is None:  # every advantage was 0: Adam still moves by its momentum, as one batch would
                 parameter.grad = torch.zeros_like(parameter)
@@ -296,8 +323,9 @@ class Learner:
 
     def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The same as engines get them; in bf16 these are the very numbers that training computes with."""
-        narrow = dtype == torch.bfloat16 and self._working is not None
-        return ((n, tensor.to(dtype)) for n, tensor in (hf_tensors(self.computing) if narrow else self.tensors()))
+        if self.model.norm.dtype == dtype and not self.lora.rank:
+            return hf_tensors(self.model)
+        return ((name, tensor.to(dtype)) for name, tensor in self.tensors())
 
     def source(self, dtype: torch.dtype, *, adapters_only: bool = False) -> Source:
         """The source of a publication; every rank contributes its part."""

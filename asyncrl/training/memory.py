@@ -8,7 +8,8 @@ The peak lies in the backward, with the gradients of earlier batches there:
 
 Of several ranks each has its part of the first three; whole are the embeddings, and two layers while they compute.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
-that autograd really keeps. Sizes: E hidden, F gated layer, H query heads, K key/value heads, D head dimension.
+that autograd really keeps. Compiled, it keeps what `asyncrl.models.execution` says. Sizes: E hidden, F gated layer, H
+query heads, K key/value heads, D head dimension.
 """
 
 from typing import NamedTuple
@@ -18,10 +19,15 @@ from asyncrl.config.trainer import Lora
 from asyncrl.models.config import ModelConfig, projection_shapes
 
 FLOAT = 4
+BF16 = 2
 ADAM = 2 * FLOAT
+ADAM_8BIT = 2 + 2 * FLOAT / 256
+"""A byte each, and a scale for each 256."""
+STAGED = 3 << 25
+"""Numbers of offloaded state that visit the GPU at a time (asyncrl.training.adamw)."""
 AUTO_SPREAD = 2.0
 AUTO_SHARE = 0.8
-"""`checkpoint_activations=auto` keeps activations that fit into this much of the trainer's part of the card."""
+"""`checkpoint_activations=auto` keeps the activations of as many layers as fit into so much of the trainer's part."""
 
 
 class Batch(NamedTuple):
@@ -36,7 +42,7 @@ class TrainingMemory(NamedTuple):
     """Bytes at the peak."""
 
     weights: int
-    """Fp32 masters, bf16 working copies, critic and reference."""
+    """What is computed with, the rest of the fp32 masters, critic and reference."""
     optimizer: int
     """Gradients and Adam's moments."""
     activations: int
@@ -44,9 +50,12 @@ class TrainingMemory(NamedTuple):
     backward: int
     """What the backward needs besides: logits, or a layer's own."""
 
+    offloaded: int = 0
+    """In the host's memory instead."""
+
     @property
     def peak(self) -> int:
-        return sum(self)
+        return self.weights + self.optimizer + self.activations + self.backward
 
 
 def parameters(model: ModelConfig) -> int:
@@ -77,37 +86,58 @@ def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
     return max(1, logits_bytes // (FLOAT * vocabulary))
 
 
-def training_memory(run: Run, model: ModelConfig, batch: Batch, *, recompute: bool) -> TrainingMemory:
+def training_memory(
+    run: Run, model: ModelConfig, batch: Batch, *, recomputed: int = 0, compiled: bool = False
+) -> TrainingMemory:
+    """With so many layers computed again in the backward."""
     narrow = run.trainer.dtype == "bf16"
-    trained = 1 if run.algorithm.critic_rate is None else 2  # the policy, and the critic of the same size
-    weights, gradients, reference = _held(run, model, narrow=narrow)
-    layer = layer_bytes(model, batch.spread, narrow=narrow)
+    held = _held(run, model, narrow=narrow)
+    critic = 0 if run.algorithm.critic_rate is None else parameters(model)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
-    ends = 3 * FLOAT * model.hidden_size + 2 * (2 if narrow else FLOAT) * model.head_dim
-    kept = model.layers * (FLOAT * model.hidden_size if recompute else layer) + ends
+    ends = 3 * FLOAT * model.hidden_size + 2 * (BF16 if narrow else FLOAT) * model.head_dim
+    layer = layer_bytes(model, batch.spread, narrow=narrow, compiled=compiled)
+    short = recomputed_bytes(model, narrow=narrow, compiled=compiled)
+    again = layer if recomputed else 0
     backward = max(
         _head_bytes(run, model, batch.tokens),
-        batch.tokens * _layer_backward_bytes(model, batch.spread, layer if recompute else 0, narrow=narrow),
+        batch.tokens * _layer_backward_bytes(model, batch.spread, again, narrow=narrow, compiled=compiled),
     )
     return TrainingMemory(
-        weights=trained * weights + reference,
-        optimizer=trained * gradients,
-        activations=batch.tokens * kept,
+        weights=held.weights + FLOAT * critic,
+        optimizer=held.optimizer + (FLOAT + ADAM) * critic,
+        activations=batch.tokens * (recomputed * short + (model.layers - recomputed) * layer + ends),
         backward=backward,
+        offloaded=held.offloaded,
     )
 
 
-def _held(run: Run, model: ModelConfig, *, narrow: bool) -> tuple[int, int, int]:
-    """Weights; gradients and moments; a reference, where there is one."""
-    count, item, ranks = parameters(model), 2 if narrow else FLOAT, run.trainer.ranks
+class _Held(NamedTuple):
+    weights: int
+    optimizer: int
+    offloaded: int = 0
+
+
+def moment_bytes(run: Run) -> float:
+    """Of one trained number."""
+    return ADAM_8BIT if run.trainer.optimizer == "adamw_8bit" else ADAM
+
+
+def _held(run: Run, model: ModelConfig, *, narrow: bool) -> _Held:
+    """Weights of policy and reference; gradients and moments."""
+    count, item, ranks = parameters(model), BF16 if narrow else FLOAT, run.trainer.ranks
     adapters = adapter_parameters(run.trainer.lora, model)
     learned, penalty = adapters or count, bool(run.algorithm.kl.coefficient)
-    if ranks == 1:
-        weights = count * item + adapters * FLOAT if adapters else count * (FLOAT + item * narrow)
-        return weights, learned * (FLOAT + ADAM), count * item * penalty
-    part, whole = -(-(count + adapters) // ranks), (_outside(model) + 2 * _layer(model)) * item
-    kept = part * FLOAT + whole
-    return kept, -(-learned // ranks) * (FLOAT + ADAM) + (0 if adapters else whole), kept * penalty
+    if ranks > 1:
+        part, whole = -(-(count + adapters) // ranks), (_outside(model) + 2 * _layer(model)) * item
+        kept = part * FLOAT + whole
+        return _Held(kept * (1 + penalty), -(-learned // ranks) * (FLOAT + ADAM) + (0 if adapters else whole))
+    weights = count * item * (1 + penalty) + adapters * FLOAT
+    half = (FLOAT - BF16) * count if narrow and not adapters else 0
+    moments = int(learned * moment_bytes(run))
+    if run.trainer.offload == "none":
+        return _Held(weights + half, learned * FLOAT + moments)
+    staged = int(min(STAGED, learned) * (half + moments) / learned)
+    return _Held(weights, learned * FLOAT + staged, half + moments)
 
 
 def adapter_parameters(lora: Lora, model: ModelConfig) -> int:
@@ -116,29 +146,41 @@ def adapter_parameters(lora: Lora, model: ModelConfig) -> int:
     return lora.rank * model.layers * sum(sum(shapes[target]) for target in lora.targets)
 
 
-def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool) -> int:
+def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bool = False) -> int:
     """What a layer keeps of one token."""
-    item = 2 if narrow else FLOAT
+    item = BF16 if narrow else FLOAT
     heads, rotated, kv = (n * model.head_dim for n in (model.heads, model.heads + model.kv_heads, model.kv_heads))
+    if compiled:  # the input, and the results of attention and of every product but the last
+        products = heads + 2 * kv + model.hidden_size + 2 * model.intermediate_size
+        return recomputed_bytes(model, narrow=narrow, compiled=True) + item * products
     residual = 2 * FLOAT * model.hidden_size
     norms = 2 * (FLOAT + item) * model.hidden_size
     gated = 4 * item * model.intermediate_size
-    # In bf16 keys and values alone are gathered for each answer, else padded queries as well.
+    # In bf16 keys and values alone are gathered for each completion, else padded queries as well.
     gathered = 2 * kv if narrow else heads + 2 * kv
     attention = item * (rotated + heads) + FLOAT * model.heads + int(item * gathered * spread)
     qk_norm = (2 * FLOAT * rotated if narrow else FLOAT * (2 * rotated + kv)) if model.qk_norm else 0
     return residual + norms + gated + attention + qk_norm
 
 
-def recomputes(run: Run, model: ModelConfig, card: int | None) -> bool:
-    """Whether layers are computed again in the backward; `card` is the GPU's memory, None without one."""
+def recomputed_bytes(model: ModelConfig, *, narrow: bool, compiled: bool) -> int:
+    """The same of a layer that is computed again."""
+    attention = (BF16 if narrow else FLOAT) * model.heads * model.head_dim + FLOAT * model.heads
+    return FLOAT * model.hidden_size + attention * compiled
+
+
+def recomputed_layers(run: Run, model: ModelConfig, card: int | None, *, compiled: bool = False) -> int:
+    """How many layers are computed again in the backward; `card` is the GPU's memory, None without one."""
     wanted = run.trainer.checkpoint_activations
     if wanted != "auto":
-        return wanted
+        return model.layers * wanted if isinstance(wanted, bool) else min(wanted, model.layers)
     if card is None:
-        return False
-    whole = training_memory(run, model, Batch(run.trainer.token_budget, AUTO_SPREAD), recompute=False)
-    return whole.peak > AUTO_SHARE * (1 - engine_share(run)) * card
+        return 0
+    room, batch = AUTO_SHARE * (1 - engine_share(run)) * card, Batch(run.trainer.token_budget, AUTO_SPREAD)
+    for layers in range(model.layers):
+        if training_memory(run, model, batch, recomputed=layers, compiled=compiled).peak <= room:
+            return layers
+    return model.layers
 
 
 def engine_share(run: Run) -> float:
@@ -147,7 +189,7 @@ def engine_share(run: Run) -> float:
 
 
 def _head_bytes(run: Run, model: ModelConfig, tokens: int) -> int:
-    item = 2 if run.trainer.dtype == "bf16" else FLOAT
+    item = BF16 if run.trainer.dtype == "bf16" else FLOAT
     rows = min(tokens, chunk_tokens(run.trainer.logits_bytes, model.vocabulary))
     block, matrix = rows * model.vocabulary * FLOAT, model.vocabulary * model.hidden_size
     states = 2 * item * tokens * model.hidden_size
@@ -156,10 +198,14 @@ def _head_bytes(run: Run, model: ModelConfig, tokens: int) -> int:
     return max(2 * block, block * item // FLOAT + FLOAT * matrix) + FLOAT * matrix + states
 
 
-def _layer_backward_bytes(model: ModelConfig, spread: float, layer: int, *, narrow: bool) -> int:
+def _layer_backward_bytes(
+    model: ModelConfig, spread: float, layer: int, *, narrow: bool, compiled: bool = False
+) -> int:
     """Of one token: a layer that was computed again, with what its gated layer or its attention need besides."""
-    item = 2 if narrow else FLOAT
+    item = BF16 if narrow else FLOAT
     heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = int(FLOAT * heads + 2 * item * (heads + kv) * spread)
+    if compiled:  # the gated product and the gradients of both sides of it
+        return layer + max(4 * item * model.intermediate_size, attention) + 2 * FLOAT * model.hidden_size
     gated = item * model.intermediate_size
     return max(layer + max(gated, attention - 4 * gated), 4 * FLOAT * model.hidden_size)

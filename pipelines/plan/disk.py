@@ -2,12 +2,7 @@
 
 from asyncrl.config import Run
 from asyncrl.models.config import ModelConfig
-from asyncrl.training.memory import ADAM, FLOAT, adapter_parameters, parameters
-
-
-def optimizer_bytes(run: Run, trained: int) -> int:
-    """The optimizer's state of `trained` parameters in a checkpoint. A new `trainer.optimizer` adds its size here."""
-    return trained * ADAM
+from asyncrl.training.memory import ADAM, FLOAT, adapter_parameters, moment_bytes, parameters
 
 
 def checkpoint_bytes(run: Run, model: ModelConfig) -> int:
@@ -17,11 +12,11 @@ def checkpoint_bytes(run: Run, model: ModelConfig) -> int:
     state. A critic is always trained whole, except for its output matrix, which is saved but computes nothing.
     """
     count, adapters = parameters(model), adapter_parameters(run.trainer.lora, model)
-    policy = FLOAT * (count + adapters) + optimizer_bytes(run, adapters or count)
+    policy = FLOAT * (count + adapters) + int((adapters or count) * moment_bytes(run))
     if run.algorithm.critic_rate is None:
         return policy
     critic = count + model.hidden_size  # its head has one output
-    return policy + FLOAT * critic + optimizer_bytes(run, critic - model.vocabulary * model.hidden_size)
+    return policy + FLOAT * critic + ADAM * (critic - model.vocabulary * model.hidden_size)
 
 
 def most_checkpoints(run: Run) -> int:

@@ -11,11 +11,19 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.precision.memory import FLOAT, Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
+from asyncrl.system.compiler import compiles
 from asyncrl.system.devices import gpu_memory, has_gpu
 from asyncrl.tasks.base import Bounded, Split
 from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
-from asyncrl.training.memory import Batch, adapter_parameters, engine_share, parameters, recomputes, training_memory
+from asyncrl.training.memory import (
+    Batch,
+    adapter_parameters,
+    engine_share,
+    parameters,
+    recomputed_layers,
+    training_memory,
+)
 from asyncrl.types import Prompt
 from pipelines.plan.disk import checkpoint_bytes
 
@@ -43,8 +51,11 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's weights in every form, their gradients and Adam's moments."""
     activations: int
     """What the largest forward and backward adds to them, logits included."""
-    recompute: bool
-    """Whether activations are computed again in the backward instead of kept."""
+    recomputed: int
+    """Layers whose activations are computed again in the backward instead of kept."""
+    layers: int
+    offloaded: int = 0
+    """The optimizer's in the host's memory, with trainer.offload."""
     engine_weights: int
     engine_base: int = 0
     """What the engine merges adapters into."""
@@ -69,7 +80,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
     def host(self, run: Run) -> int:
         """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
-        trainer = PROCESS if trains_on_gpu(run) else self.trainer
+        trainer = PROCESS + self.offloaded if trains_on_gpu(run) else self.trainer
         rollout = PROCESS if has_gpu() and engine_share(run) else self.rollout
         return trainer + run.rollout.replicas * rollout + VERSIONS * self.published
 
@@ -164,15 +175,19 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     # Only our simulation, on a CPU, holds FP8's numbers as floats.
     held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
     held = beside_base(run, model, count, held, gpu=has_gpu())
-    recompute = recomputes(run, model, gpu_memory() if trains_on_gpu(run) else None)
-    memory = training_memory(run, model, _largest_batch(run, prompt), recompute=recompute)
+    compiled = compiles(run.trainer.compile, "cuda" if trains_on_gpu(run) else "cpu")
+    recomputed = recomputed_layers(run, model, gpu_memory() if trains_on_gpu(run) else None, compiled=compiled)
+    batch = _largest_batch(run, prompt)
+    memory = training_memory(run, model, batch, recomputed=recomputed, compiled=compiled)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     return Needs(
         parameters=count,
         published=FLOAT * adapter_parameters(run.trainer.lora, model) if published_adapters(run) else sent.weights,
         optimizer=memory.weights + memory.optimizer,
         activations=memory.activations + memory.backward,
-        recompute=recompute,
+        recomputed=recomputed,
+        layers=model.layers,
+        offloaded=memory.offloaded,
         engine_weights=held.weights if run.engine.has_model else 0,
         engine_base=held.base,
         kv_cache=run.engine.host_kv_cache(rows * longest * held.kv_token, gpu=has_gpu()),

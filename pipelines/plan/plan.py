@@ -213,7 +213,7 @@ def _card(run: Run, required: Needs) -> Iterator[str]:
         yield (
             f"the GPU has {size(found.total)}; the trainer needs about {size(found.trainer)} of it and the engines get "
             f"{size(found.engines)}: {lower}, or lower trainer.token_budget or trainer.logits_bytes"
-            f"{'' if required.recompute else ', or set trainer.checkpoint_activations=true'}"
+            f"{'' if required.recomputed == required.layers else ', or set trainer.checkpoint_activations=true'}"
         )
     each = found.engines // run.rollout.replicas
     weights = required.engine_weights + required.engine_base

@@ -136,7 +136,7 @@ def _show_card(run: Run, required: Needs, console: Console) -> None:
         return
     console.print(
         f"GPU: {size(found.total)}; trainer at most about {size(found.trainer)}, of which {size(required.training)} "
-        f"for training ({'activations recomputed' if required.recompute else 'activations kept'}); engines "
+        f"for training ({_activations(required)}); engines "
         f"{size(found.engines)}; {size(found.total - found.trainer - found.engines)} left"
     )
     if found.trainer and found.engines:
@@ -145,6 +145,12 @@ def _show_card(run: Run, required: Needs, console: Console) -> None:
             if mps_runs()
             else "CUDA MPS is off: trainer and engines take turns on the card. `nvidia-cuda-mps-control -d` turns it on"
         )
+
+
+def _activations(required: Needs) -> str:
+    if required.recomputed in (0, required.layers):
+        return "activations recomputed" if required.recomputed else "activations kept"
+    return f"activations of {required.recomputed} of {required.layers} layers recomputed"
 
 
 def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:

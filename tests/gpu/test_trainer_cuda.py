@@ -1,13 +1,15 @@
 """The trainer on a GPU: its own kernels against the plain path, and the memory that was predicted."""
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.config import Run, Trainer
-from asyncrl.config.algorithm import Importance
+from asyncrl.config.algorithm import Grpo, Importance
 from asyncrl.models.checkpoint import save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
@@ -17,10 +19,10 @@ from asyncrl.models.packed import Indices, flash, row_attention, span_attention
 from asyncrl.precision.kv_scales import measure
 from asyncrl.training.batches import block, pack
 from asyncrl.training.learner import Learner
-from asyncrl.training.memory import Batch, training_memory
+from asyncrl.training.memory import Batch, recomputed_layers, training_memory
 from tests.support import needs
 from tests.support.gpu_waits import waits
-from tests.support.training_groups import make_groups
+from tests.support.training_groups import gradients_of, make_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +53,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, config.initializer_range, generator=generator)
     save_model(model, directory)
     return directory
+
+
+def _trainer(**settings: Any) -> Trainer:
+    return msgspec.convert({"dtype": "bf16", "device": "cuda"} | settings, Trainer)
 
 
 def _run(trainer: Trainer) -> Run:
@@ -118,16 +124,65 @@ def test_a_step_in_bf16_agrees_with_fp32(model_path: Path) -> None:
     assert difference.mean() < 0.03
     for learner in (wide, narrow):
         learner.accumulate(groups)
-    for one, other in zip(narrow.model.parameters(), wide.model.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.nn.functional.cosine_similarity(one.grad.flatten(), other.grad.flatten(), dim=0) > 0.98
+    for one, other in zip(gradients_of(narrow), gradients_of(wide), strict=True):
+        assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.98
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_peak_is_within_a_tenth_of_the_prediction(model_path: Path, recompute: bool) -> None:
-    settings = Trainer(
-        dtype="bf16", device="cuda", token_budget=16_384, checkpoint_activations=recompute, logits_bytes=1 << 28
+SAME_GRADIENTS = {
+    "kept": {"checkpoint_activations": False},
+    "recomputed": {"checkpoint_activations": True},
+    "some layers": {"checkpoint_activations": 3},
+    "8 bits": {"optimizer": "adamw_8bit"},
+    "offloaded": {"offload": "optimizer"},
+    "adapters": {"lora": {"rank": 4}},
+}
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.01])
+@pytest.mark.parametrize("setting", SAME_GRADIENTS.values(), ids=SAME_GRADIENTS)
+def test_compiled_gradients_are_those_of_the_plain_path(
+    model_path: Path, setting: dict[str, Any], entropy: float
+) -> None:
+    """Batches of several lengths, so that what was compiled for the first serves the others."""
+    groups = make_groups(12, vocabulary=32_000, longest=200)
+    learners = [
+        Learner(
+            model_path,
+            msgspec.structs.replace(
+                _run(_trainer(compile=compile, grad_clip=1e9, token_budget=2500, logits_bytes=1 << 25, **setting)),
+                algorithm=Grpo(entropy=entropy),
+            ),
+        )
+        for compile in ("off", "on")
+    ]
+    for learner in learners:
+        learner.accumulate(groups)
+    for one, other in zip(*map(gradients_of, learners), strict=True):
+        assert (one - other).norm() < 0.02 * one.norm()
+
+
+def test_state_in_host_memory_gives_the_same_weights(model_path: Path) -> None:
+    found: list[list[torch.Tensor]] = []
+    for offload in ("none", "optimizer"):
+        learner = Learner(model_path, _run(_trainer(offload=offload)))
+        for seed in range(3):
+            learner.accumulate(make_groups(4, seed, vocabulary=32_000, longest=60))
+            learner.step()
+        found.append([tensor.cpu() for _, tensor in learner.tensors()])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("layers", [False, True, 2])
+@pytest.mark.parametrize("compile", ["on", "off"])
+@pytest.mark.parametrize(
+    "state", [{}, {"offload": "optimizer"}, {"optimizer": "adamw_8bit"}], ids=["plain", "offload", "8bit"]
+)
+def test_the_peak_is_within_a_tenth_of_the_prediction(
+    model_path: Path, layers: bool | int, compile: str, state: dict[str, str]
+) -> None:
+    settings = _trainer(
+        token_budget=16_384, checkpoint_activations=layers, logits_bytes=1 << 28, compile=compile, **state
     )
     run = _run(settings)
     torch.cuda.empty_cache()
@@ -140,7 +195,9 @@ def test_the_peak_is_within_a_tenth_of_the_prediction(model_path: Path, recomput
         report = learner.step()
     blocks = [block(group, [1.0] * 4) for group in groups]
     seen = max((int(b.tokens_T.numel()), sum(map(len, b.rows))) for b in pack(blocks, settings.token_budget))
-    predicted = training_memory(run, learner.model_config, Batch(seen[0], seen[1] / seen[0]), recompute=recompute)
+    batch, config = Batch(seen[0], seen[1] / seen[0]), learner.model_config
+    again = recomputed_layers(run, config, None)
+    predicted = training_memory(run, config, batch, recomputed=again, compiled=compile == "on")
     assert predicted.peak == pytest.approx(report.figures["trainer_peak_memory_bytes"] - before, rel=0.1)
 
 
@@ -158,6 +215,6 @@ def test_the_host_runs_ahead_of_the_card(model_path: Path) -> None:
 def test_kv_scales_in_bf16_are_those_of_fp32_and_wait_for_the_card_once(model_path: Path) -> None:
     wide, narrow = (Learner(model_path, _run(Trainer(dtype=dtype, device="cuda"))) for dtype in ("fp32", "bf16"))
     samples = [np.random.default_rng(seed).integers(0, 32_000, 20 + 9 * seed).tolist() for seed in range(24)]
-    found = measure(narrow.computing, samples, CUDA, narrow=True)
-    np.testing.assert_allclose(found, measure(wide.computing, samples, CUDA), rtol=0.05)
-    assert waits(lambda: measure(narrow.computing, samples, CUDA, narrow=True)) == 1
+    found = measure(narrow.model, samples, CUDA, narrow=True)
+    np.testing.assert_allclose(found, measure(wide.model, samples, CUDA), rtol=0.05)
+    assert waits(lambda: measure(narrow.model, samples, CUDA, narrow=True)) == 1

@@ -370,5 +370,5 @@ def test_a_critic_and_a_reference_need_their_memory() -> None:
         for run in (compose([]), compose(["algorithm=ppo"]), compose(["algorithm.kl.coefficient=0.1"]))
     )
     assert critic.optimizer == 2 * plain.optimizer
-    assert critic.checkpoint == 2 * plain.checkpoint
+    assert critic.checkpoint == pytest.approx(2 * plain.checkpoint, rel=0.01)  # its output matrix has no moments
     assert reference.optimizer == plain.optimizer + 4 * plain.parameters

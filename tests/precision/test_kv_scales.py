@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from asyncrl.errors import WeightSyncError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.precision.kv_scales import LayerScales, measure, scales_of, settled
-from asyncrl.training.export import Bf16Weights
 from tests.support.tiny_model import tiny_checkpoint
 
 SAMPLES = [np.random.default_rng(seed).integers(0, 24, 40 + 7 * seed).tolist() for seed in range(12)]
@@ -65,5 +64,5 @@ def test_samples_do_not_see_each_other(tmp_path: Path) -> None:
 def test_a_trainer_in_bf16_finds_what_one_in_fp32_does(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     wide, _ = load_model(tmp_path, torch.float32)
-    found = measure(Bf16Weights(wide).model, SAMPLES, narrow=True)
+    found = measure(load_model(tmp_path, torch.bfloat16)[0], SAMPLES, narrow=True)
     np.testing.assert_allclose(found, measure(wide, SAMPLES), rtol=0.02)

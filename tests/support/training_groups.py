@@ -1,7 +1,10 @@
-"""Groups to train on."""
+"""Groups to train on, and what a learner has made of them."""
 
 import numpy as np
+from torch import Tensor
 
+from asyncrl.training.adamw import AdamW
+from asyncrl.training.learner import Learner
 from asyncrl.types import Group, Segment, Slot, Trajectory
 
 
@@ -32,3 +35,10 @@ def make_groups(count: int, seed: int = 0, *, vocabulary: int = 48, longest: int
             )
         found.append(Group(id=group, trajectories=tuple(trajectories)))
     return found
+
+
+def gradients_of(learner: Learner) -> list[Tensor]:
+    """What has been accumulated, in fp32."""
+    own = learner.optimizer if isinstance(learner.optimizer, AdamW) else None
+    found = [p.grad if own is None else own.gradient(p) for p in learner.model.parameters() if p.requires_grad]
+    return [gradient for gradient in found if gradient is not None]

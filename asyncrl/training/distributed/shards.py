@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
 from asyncrl.models.checkpoint import check_names, weight_files
@@ -50,8 +50,12 @@ class TensorFiles:
         return found[rows.start : rows.stop]
 
 
-def fill(model: Decoder, directory: Path, ranks: Ranks) -> None:
-    """Read the rows of this rank out of a checkpoint in Hugging Face layout."""
+Write = Callable[[nn.Parameter, Tensor], None]
+"""Puts a weight where its master is."""
+
+
+def fill(model: Decoder, directory: Path, ranks: Ranks, write: Write | None = None) -> None:
+    """Read the rows of this rank out of a checkpoint in Hugging Face layout; `write` is for one rank."""
     files = TensorFiles(weight_files(directory))
     parts = dict(hf_parts(model))
     check_names(directory, model.config, {part.name for fused in parts.values() for part in fused}, files.names)
@@ -59,7 +63,8 @@ def fill(model: Decoder, directory: Path, ranks: Ranks) -> None:
         for name, fused in parts.items():
             parameter = model.get_parameter(name)
             if rows := ranks.rows(parameter):
-                ranks.mine(parameter).copy_(_fused_rows(files, fused, rows, parameter.shape[1:]))
+                found = _fused_rows(files, fused, rows, parameter.shape[1:])
+                write(parameter, found) if write else ranks.mine(parameter).copy_(found)
 
 
 def _fused_rows(files: TensorFiles, parts: Sequence[Part], rows: range, row_shape: Sequence[int]) -> Tensor:

@@ -111,7 +111,7 @@ class RoundingLayer(NamedTuple):
 
     def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
         own = self.tensors
-        y_T_X = own.attention(self._round(rms_norm(x_T_E, own.input_norm)), rotate, layer, attend)
+        y_T_X = attend(layer, *own.heads_of(self._round(rms_norm(x_T_E, own.input_norm)), rotate))
         x_T_E = add_projection(x_T_E[: len(y_T_X)], self._round(y_T_X), own.out, own.out_bias)
         y_T_F = own.gated(self._round(rms_norm(x_T_E, own.mlp_norm)))
         return add_projection(x_T_E, self._round(y_T_F), own.down, own.down_bias)
