@@ -25,7 +25,8 @@ from pipelines.cli import main
 from pipelines.cli.parser import parse
 from tests.support import needs
 from tests.support.shown_commands import PAGES, ROOT, Command, shown
-from tests.support.tiny_chat import tiny_chat_model
+from tests.support.tiny_chat import save_chat_tokenizer, tiny_chat_model
+from tests.support.tiny_model import tiny_checkpoint
 
 SHORT = (
     "cluster=inprocess",
@@ -39,8 +40,17 @@ SHORT = (
     "engine.max_batch=8",
     "trainer.device=cpu",
 )
-LONG = ("experiment=smollm2", "engine=vllm", "task=code", "trainer.ranks=2", "engine.device=cuda")
+LONG = (
+    "experiment=smollm2",
+    "experiment=one_gpu_8b",
+    "engine=vllm",
+    "task=code",
+    "trainer.ranks=2",
+    "engine.device=cuda",
+)
 """What takes a GPU, minutes, several processes or a sandbox is planned here; tests of its own run it."""
+STAND_INS = {"experiment=smollm2": "model", "experiment=one_gpu_8b": "qwen3"}
+"""Experiments that train a checkpoint, and the tiny model of the same family instead of it."""
 ELSEWHERE = {
     "git": "a clone is what this test runs in",
     "ray": "make test-cluster starts a cluster",
@@ -62,6 +72,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     problems = [json.dumps({"prompt": f"Print the sum, case {n}.", "tests": tests}) + "\n" for n in range(60)]
     (place / "problems.jsonl").write_text("".join(problems))
     tiny_chat_model(place / "model")
+    tiny_checkpoint(place / "qwen3", "qwen3", vocab_size=268, max_position_embeddings=1024, eos_token_id=257)
+    save_chat_tokenizer(place / "qwen3")
     make_model(WarmStart(steps=200), ChainsTask(), 0, place / "small")
     run = ("experiment=quickstart", "model=checkpoint", f"model.path={place / 'small'}", "name=mine", *SHORT)
     assert _quietly("run", *run, f"root={place / 'runs'}") == 0
@@ -129,14 +141,18 @@ def _asyncrl(command: Command, words: list[str]) -> None:
 def _local(settings: Sequence[str]) -> list[str]:
     """The reader's models are our tiny ones, runs are short, and nobody trains on a GPU."""
     settings = [word for word in settings if not word.startswith("model.steps=") and word != "trainer.device=cuda"]
-    own = [f"model.path={Path('model').resolve()}" if word.startswith("model.path=") else word for word in settings]
+    stand_in = next((model for experiment, model in STAND_INS.items() if experiment in settings), "")
+    path = f"model.path={Path(stand_in or 'model').resolve()}"
+    own = [path if word.startswith("model.path=") else word for word in settings]
     names = {word.partition("=")[0] for word in own}
-    if "experiment=smollm2" in own and "model.path" not in names:
-        own.append(f"model.path={Path('model').resolve()}")
-    elif "experiment=smollm2" not in own and "model" not in names:
+    if stand_in and "model.path" not in names:
+        own.append(path)
+    elif not stand_in and "model" not in names:
         own += ["model=checkpoint", f"model.path={Path('small').resolve()}"]
     if "name" not in names:
         own.append(f"name=shown-{len(list(Path('runs').iterdir()))}")
+    if "experiment=one_gpu_8b" in own:
+        names.add("trainer.device")  # a CPU has nothing to offload from
     short = [word for word in SHORT if word.partition("=")[0] not in names]
     return [*own, *(word for word in short if "trainer.ranks" not in names or "cluster" not in word)]
 
