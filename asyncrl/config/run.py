@@ -83,7 +83,9 @@ class Rollout(RolloutPrecision, frozen=True):
     max_tokens: Positive = 256
     temperature: NonNegative = 1.0
     top_p: Probability = 1.0
+    """Sample from the smallest set of tokens that has this probability; the trainer's policy is restricted as well."""
     top_k: Natural = 0
+    """Before that, keep so many of the likeliest tokens; 0: all."""
     on_update: Literal["keep", "recompute"] = "keep"
     """Running completions at a weight update: keep their old keys and values, or prefill them again."""
     chat: bool = False

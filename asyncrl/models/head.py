@@ -7,6 +7,9 @@ Logits are the largest tensor of training: tokens by vocabulary, and several of 
 `chunked_logprobs` has those of some tokens at a time and computes them again in the backward, which costs a third
 product where there were two.
 
+Engines that sample with top-k or top-p report the distribution that is left, so the policy is that one as well
+(`Support`): a token whose logit is below the floor of its position has no probability, unless it is the target.
+
 Axis suffixes: L tokens, C those of a chunk, V vocabulary, E hidden size.
 """
 
@@ -17,12 +20,34 @@ from torch import Tensor
 
 from asyncrl.models.compiling import compiled
 
+OUTSIDE = -1e30
+"""Scaled logit of a token that cannot be sampled. Finite: 0 times its log-probability is 0, as the entropy needs it."""
+NUCLEUS_PARTS = 4
+"""The search for the floor of top-p holds two more blocks of logits: of so much less than a chunk at a time."""
+
+
+class Support(NamedTuple):
+    """The part of the vocabulary that is sampled from: the `top_k` likeliest tokens (0: all), then the smallest set of
+    them that has `top_p` of their probability. Tokens as likely as the last one of these belong to it."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def whole(self) -> bool:
+        return self.top_k == 0 and self.top_p == 1
+
+
+WHOLE = Support()
+
 
 class TokenLogprobs(NamedTuple):
     logp_L: Tensor
     """Of the target tokens."""
     entropy_L: Tensor | None = None
     """Of the distribution that each was drawn from, where it was asked for."""
+    outside_L: Tensor | None = None
+    """Which targets lie outside the support of this policy; None where that is the whole vocabulary."""
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -44,9 +69,71 @@ def chunked_logprobs(
     chunk: int,
     entropy: bool = False,
     compile: bool = False,
+    support: Support = WHOLE,
 ) -> TokenLogprobs:
     """From the logits of `chunk` tokens at a time, forward and backward; both matrices must have the same dtype."""
-    return TokenLogprobs(*_Chunked.apply(hidden_L_E, output_V_E, target_L, temperature, chunk, entropy, compile))
+    found: tuple[Tensor, ...] = _Chunked.apply(
+        hidden_L_E, output_V_E, target_L, temperature, chunk, entropy, compile, support
+    )
+    return TokenLogprobs(found[0], found[1] if entropy else None, None if support.whole else found[-1])
+
+
+def policy_logits(
+    logits_L_V: Tensor, target_L: Tensor, *, temperature: float, support: Support = WHOLE
+) -> tuple[Tensor, Tensor | None]:
+    """Logits that are there all at once, scaled and restricted to the support, and which targets lie outside it."""
+    scaled_L_V = logits_L_V / temperature
+    if support.whole:
+        return scaled_L_V, None
+    raw_L_V, target_L_1 = logits_L_V.detach(), target_L[:, None]
+    floor_L_1 = support_floor(raw_L_V, temperature, support)
+    outside_L = (raw_L_V.gather(1, target_L_1) < floor_L_1).squeeze(1)
+    return scaled_L_V.masked_fill(_beyond(raw_L_V, target_L_1, floor_L_1), OUTSIDE), outside_L
+
+
+def support_floor(logits_C_V: Tensor, temperature: float, support: Support, *, compile: bool = False) -> Tensor:
+    """The smallest logit, before the temperature, of the tokens that can be sampled. Logits that are not numbers are
+    never below it, so that they are seen."""
+    if not support.top_k:
+        parts = logits_C_V.split(-(-len(logits_C_V) // NUCLEUS_PARTS))
+        return torch.cat([_nucleus_floor(part, temperature, support.top_p, compile=compile) for part in parts])
+    ordered_C_K = logits_C_V.topk(min(support.top_k, logits_C_V.shape[1])).values
+    probs_C_K = (ordered_C_K / temperature).softmax(-1)
+    before_C_K = probs_C_K.cumsum(-1) - probs_C_K
+    last_C_1 = (before_C_K < support.top_p).sum(-1, keepdim=True).clamp_(min=1) - 1
+    return ordered_C_K.gather(1, last_C_1) if support.top_p < 1 else ordered_C_K[:, -1:]
+
+
+def _nucleus_floor(logits_C_V: Tensor, temperature: float, top_p: float, *, compile: bool) -> Tensor:
+    """By bisection instead of sorting, which takes three times the memory of the logits.
+
+    With w the probabilities over the largest of them, a token belongs to the nucleus if the larger w add up to less
+    than `top_p` of all. That is so from some w on. Numbers that are not negative have the order of their bits, so as
+    many halvings as these have find it exactly.
+    """
+    above = compiled(_mass_above) if compile else _mass_above
+    weight_C_V = (logits_C_V - logits_C_V.amax(-1, keepdim=True)).div_(temperature).exp_()
+    wanted_C_1 = top_p * weight_C_V.sum(-1, keepdim=True)
+    bits = torch.int64 if weight_C_V.dtype == torch.float64 else torch.int32
+    high_C_1 = torch.ones_like(wanted_C_1).view(bits)
+    low_C_1 = torch.zeros_like(high_C_1)
+    for _ in range(62 if bits == torch.int64 else 30):
+        middle_C_1 = (low_C_1 + high_C_1) // 2
+        below_C_1 = above(weight_C_V, middle_C_1.view(weight_C_V.dtype)) >= wanted_C_1
+        low_C_1 = torch.where(below_C_1, middle_C_1, low_C_1)
+        high_C_1 = torch.where(below_C_1, high_C_1, middle_C_1)
+    inside_C_V = weight_C_V >= high_C_1.view(weight_C_V.dtype)
+    return logits_C_V.where(inside_C_V, torch.inf).amin(-1, keepdim=True)
+
+
+def _mass_above(weight_C_V: Tensor, bound_C_1: Tensor) -> Tensor:
+    return weight_C_V.where(weight_C_V > bound_C_1, 0).sum(-1, keepdim=True)
+
+
+def _beyond(logits_C_V: Tensor, target_C_1: Tensor, floor_C_1: Tensor) -> Tensor:
+    """Tokens without probability. The target was sampled, whatever this policy thinks of it."""
+    token_V = torch.arange(logits_C_V.shape[1], device=logits_C_V.device)
+    return (logits_C_V < floor_C_1) & (token_V != target_C_1)
 
 
 class _Logits(torch.autograd.Function):
@@ -68,6 +155,8 @@ class _Chunked(torch.autograd.Function):
     """With z the scaled logits, p their softmax and H its entropy:
 
     d logp / d z_j = [j is the target] - p_j        d H / d z_j = -p_j (log p_j + H)
+
+    Outside the support p_j is 0, and with it both; which tokens lie there is no matter of the gradient.
     """
 
     @staticmethod
@@ -80,20 +169,29 @@ class _Chunked(torch.autograd.Function):
         chunk: int,
         entropy: bool,
         compile: bool,
+        support: Support,
     ) -> tuple[Tensor, ...]:
         measure = compiled(_measure) if compile else _measure
         found: list[tuple[Tensor, ...]] = []
+        floors: list[Tensor] = []
         for hidden_C_E, target_C_1 in zip(hidden_L_E.split(chunk), target_L[:, None].split(chunk), strict=True):
-            found.append(measure(_product(hidden_C_E, output_V_E.t()), target_C_1, temperature, entropy))
+            logits_C_V = _product(hidden_C_E, output_V_E.t())
+            if not support.whole:
+                floors.append(support_floor(logits_C_V, temperature, support, compile=compile))
+            found.append(measure(logits_C_V, target_C_1, temperature, entropy, *floors[-1:]))
+            del logits_C_V  # not beside the next ones
         outputs = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(hidden_L_E, output_V_E, target_L, *outputs[1:])
+        floor_L_1 = torch.cat(floors) if floors else None
+        if floors:
+            ctx.mark_non_differentiable(outputs[-1])
+        ctx.save_for_backward(hidden_L_E, output_V_E, target_L, floor_L_1, *outputs[1 : 1 + entropy])
         ctx.temperature, ctx.chunk, ctx.compile = temperature, chunk, compile
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_L_E, output_V_E, target_L, *entropy_L = ctx.saved_tensors
-        columns_L_1 = [column[:, None] for column in (*grads, *entropy_L)]
+        hidden_L_E, output_V_E, target_L, floor_L_1, *entropy_L = ctx.saved_tensors
+        columns_L_1 = [column[:, None] for column in (*grads[: 1 + len(entropy_L)], *entropy_L)]
         gradient = compiled(_gradient) if ctx.compile else _gradient
         grad_hidden_L_E = torch.empty_like(hidden_L_E)
         grad_output_V_E = output_V_E.new_zeros(output_V_E.shape, dtype=grads[0].dtype)
@@ -101,19 +199,26 @@ class _Chunked(torch.autograd.Function):
             here = slice(start, start + ctx.chunk)
             columns_C_1 = [column[here] for column in columns_L_1]
             logits_C_V = _product(hidden_L_E[here], output_V_E.t())
-            grad_C_V = gradient(logits_C_V, target_L[here, None], ctx.temperature, output_V_E.dtype, *columns_C_1)
+            floor_C_1 = None if floor_L_1 is None else floor_L_1[here]
+            grad_C_V = gradient(
+                logits_C_V, target_L[here, None], ctx.temperature, output_V_E.dtype, floor_C_1, *columns_C_1
+            )
             del logits_C_V
             grad_hidden_L_E[here] = grad_C_V @ output_V_E
             grad_output_V_E += _product(grad_C_V.t(), hidden_L_E[here])
             del grad_C_V  # not beside the next one's
-        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), None, None, None, None, None
+        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), *[None] * 6
 
 
-def _measure(logits_C_V: Tensor, target_C_1: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
-    """Log-probabilities of the targets and, if asked for, the entropies. The logits may be overwritten."""
-    logp_C_V = _scaled(logits_C_V, temperature).log_softmax(-1)
+def _measure(
+    logits_C_V: Tensor, target_C_1: Tensor, temperature: float, entropy: bool, floor_C_1: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Log-probabilities of the targets; if asked for, the entropies; with a floor, which targets are below it. The
+    logits may be overwritten."""
+    outside = () if floor_C_1 is None else ((logits_C_V.gather(1, target_C_1) < floor_C_1).squeeze(1),)
+    logp_C_V = _restricted(logits_C_V, target_C_1, temperature, floor_C_1).log_softmax(-1)
     logp_C = logp_C_V.gather(1, target_C_1).squeeze(1)
-    return (logp_C, -logp_C_V.exp().mul_(logp_C_V).sum(-1)) if entropy else (logp_C,)
+    return (logp_C, *((-logp_C_V.exp().mul_(logp_C_V).sum(-1),) if entropy else ()), *outside)
 
 
 def _gradient(
@@ -121,11 +226,13 @@ def _gradient(
     target_C_1: Tensor,
     temperature: float,
     dtype: torch.dtype,
+    floor_C_1: Tensor | None,
     grad_logp_C_1: Tensor,
     *of_entropy_C_1: Tensor,
 ) -> Tensor:
     """That of the logits, which may be overwritten; `of_entropy_C_1` are the entropy's gradient and the entropy."""
-    grad_C_V = _scaled_softmax(_scaled(logits_C_V, temperature), grad_logp_C_1, *of_entropy_C_1).neg_()
+    logits_C_V = _restricted(logits_C_V, target_C_1, temperature, floor_C_1)
+    grad_C_V = _scaled_softmax(logits_C_V, grad_logp_C_1, *of_entropy_C_1).neg_()
     grad_C_V.scatter_add_(1, target_C_1, grad_logp_C_1)
     return _scaled(grad_C_V, temperature).to(dtype)
 
@@ -139,6 +246,14 @@ def _scaled_softmax(
     logp_C_V = logits_C_V.log_softmax(-1)
     factor_C_V = torch.addcmul(grad_logp_C_1, grad_entropy_C_1, logp_C_V + entropy_C_1)
     return logp_C_V.exp_().mul_(factor_C_V)
+
+
+def _restricted(logits_C_V: Tensor, target_C_1: Tensor, temperature: float, floor_C_1: Tensor | None) -> Tensor:
+    """Scaled, and below the floor without probability; in place."""
+    if floor_C_1 is None:
+        return _scaled(logits_C_V, temperature)
+    beyond_C_V = _beyond(logits_C_V, target_C_1, floor_C_1)
+    return _scaled(logits_C_V, temperature).masked_fill_(beyond_C_V, OUTSIDE)
 
 
 def _scaled(x_C_V: Tensor, temperature: float) -> Tensor:

@@ -8,7 +8,7 @@ from asyncrl.algorithms import losses
 from asyncrl.config import Run, Trainer
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
-from asyncrl.models.head import TokenLogprobs, bf16_logits, chunked_logprobs
+from asyncrl.models.head import WHOLE, Support, TokenLogprobs, bf16_logits, chunked_logprobs, policy_logits
 from asyncrl.models.packed import attention_for
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.hidden_capture import HiddenTap
@@ -38,12 +38,16 @@ def predicting_states(
 
 
 class PolicyForward:
-    """A model as a policy: at the temperature that the rollouts sample with."""
+    """A model as a policy: the distribution that the rollouts would sample from with its weights, at their temperature
+    and with their top-k and top-p. A sampled token always belongs to it, so that its ratio is finite."""
 
     def __init__(self, model: Decoder, run: Run, execution: Execution = PLAIN) -> None:
         self._model, self._execution = model, execution
         self._settings = run.trainer
-        self._temperature = run.rollout.temperature or 1.0
+        rollout = run.rollout
+        self._temperature = rollout.temperature or 1.0
+        self._support = Support(rollout.top_k, rollout.top_p) if rollout.temperature else WHOLE
+        """Greedy completions report the whole distribution at temperature 1."""
 
     def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
         hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution)
@@ -60,8 +64,11 @@ class PolicyForward:
                 chunk=chunk,
                 entropy=entropy,
                 compile=self._execution.compiled,
+                support=self._support,
             )
         logits_L_V = bf16_logits(hidden_L_E, output_V_E) if narrow else self._model.logits(hidden_L_E)
-        logits_L_V = logits_L_V / self._temperature
+        logits_L_V, outside_L = policy_logits(
+            logits_L_V, batch.target_L, temperature=self._temperature, support=self._support
+        )
         logp_L = torch.log_softmax(logits_L_V, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
-        return TokenLogprobs(logp_L, losses.entropy(logits_L_V) if entropy else None)
+        return TokenLogprobs(logp_L, losses.entropy(logits_L_V) if entropy else None, outside_L)

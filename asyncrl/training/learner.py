@@ -53,6 +53,9 @@ from asyncrl.training.report import StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
 
+MEANS = ("entropy", "reference_kl", "outside_support")
+"""Sums over tokens that a report has the mean of, where there are any."""
+
 
 def learning_rate(settings: Trainer, step: int, steps: int) -> float:
     """Of the `step`-th step, from 0, of `steps`: warm-up, constant, decay. No step of the run has 0."""
@@ -190,6 +193,8 @@ class Learner:
         if output.entropy_L is not None:
             loss_L = loss_L - self._algorithm.entropy * output.entropy_L
             self._add({"entropy": output.entropy_L.detach().sum()})
+        if output.outside_L is not None:
+            self._add({"outside_support": output.outside_L.sum()})
         self._add(loss.sums)
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
@@ -296,7 +301,7 @@ class Learner:
     def _report(self, norm: float, found: dict[str, float]) -> StepReport:
         measured = max(sum(part.columns_5_L.shape[1] for part in self._observed), 1)
         found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
-        found |= {name: self._sums[name] / measured for name in ("entropy", "reference_kl") if name in self._sums}
+        found |= {name: self._sums[name] / measured for name in MEANS if name in self._sums}
         found |= {name: value for name, value in self._sums.items() if name.startswith("critic_")}
         if self.device.type == "cuda":
             found["trainer_peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self.device))

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.algorithms import losses
-from asyncrl.models.head import bf16_logits, chunked_logprobs
+from asyncrl.models.head import WHOLE, Support, bf16_logits, chunked_logprobs
 
 TOKENS, VOCABULARY, HIDDEN = 23, 61, 16
 
@@ -78,11 +78,12 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("support", [WHOLE, Support(top_p=0.8), Support(top_k=5, top_p=0.8)])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_no_tensor_is_larger_than_a_chunk_or_a_matrix(entropy: bool) -> None:
+def test_no_tensor_is_larger_than_a_chunk_or_a_matrix(entropy: bool, support: Support) -> None:
     hidden, output, target, _, _ = _inputs(torch.float32)
     with _Largest() as largest:
-        found = chunked_logprobs(hidden, output, target, temperature=1.0, chunk=4, entropy=entropy)
+        found = chunked_logprobs(hidden, output, target, temperature=1.0, chunk=4, entropy=entropy, support=support)
         total = found.logp_L.sum()
         if found.entropy_L is not None:
             total = total + found.entropy_L.sum()
