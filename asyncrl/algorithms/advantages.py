@@ -4,8 +4,11 @@
     centered             A_i = R_i - mean(R): no division, so no bias by it    Dr.GRPO
     relative_to_group    either of them, as `normalize_std` says               GRPO, GSPO, CISPO
     against_the_others   A_i = R_i - mean of the other rewards of the group    RLOO
-    over_the_step        A   = (R - mean) / std over every sample of the step  REINFORCE++
-    rewards_alone        what they are worth per token is found later          PPO, with `gae` and a critic
+    before_whitening     R, or R - mean(R) with `group_baseline`               REINFORCE++
+    rewards_alone        R                                                     PPO
+
+Of the last two `asyncrl.training.advantages` makes advantages of tokens, normalised over all tokens of the step: with
+`gae` and a critic for PPO, without a critic for REINFORCE++.
 
 The first part is what registry.py chooses from: functions of the settings and of the rewards of some groups. Below are
 the formulas that they are made of, and those of single tokens, which `asyncrl.training.advantages` uses. R includes the
@@ -44,12 +47,10 @@ def against_the_others(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> l
     return [leave_one_out(reward_G) for reward_G in rewards]
 
 
-def over_the_step(settings: ReinforcePp, rewards: Sequence[Rewards]) -> list[Rewards]:
-    """With a KL penalty in the reward, A_t = sum_{k >= t} (R [k is last] - beta kl_k), then (A - mean) / std over the
-    step: so the rewards themselves are given here, and `asyncrl.training.advantages` finds the rest per token."""
-    if settings.kl.coefficient and settings.kl.placement == "reward":
-        return centered(settings, rewards) if settings.group_baseline else list(rewards)
-    return step_relative(rewards, group_baseline=settings.group_baseline)
+def before_whitening(settings: ReinforcePp, rewards: Sequence[Rewards]) -> list[Rewards]:
+    """A_t = sum_{k >= t} (R [k is last] - beta kl_k), then (A - mean) / std over every token of the step (Hu 2025):
+    R is given here, and `asyncrl.training.advantages` finds the rest."""
+    return centered(settings, rewards) if settings.group_baseline else list(rewards)
 
 
 def rewards_alone(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
@@ -88,15 +89,6 @@ def leave_one_out(reward_G: Rewards) -> Rewards:
     return group_relative(reward_G, normalize_std=False) * (count / (count - 1) if count > 1 else 0.0)
 
 
-def step_relative(rewards: Sequence[Rewards], *, group_baseline: bool) -> list[Rewards]:
-    """A = (r - mean) / std over every sample of the step; with `group_baseline` the group's mean comes off first."""
-    if group_baseline:
-        rewards = [group_relative(reward_G, normalize_std=False) for reward_G in rewards]
-    everything = np.concatenate(rewards)
-    mean, std = everything.mean(), everything.std()
-    return [np.zeros_like(r) if std == 0 else (r - mean) / (std + EPSILON) for r in rewards]
-
-
 def overlong_penalty(settings: Overlong, lengths: npt.NDArray[np.int64], max_tokens: int) -> Rewards:
     """0 up to max_tokens (1 - margin), then a straight line down to -penalty at max_tokens."""
     if not settings.penalty:
@@ -130,6 +122,7 @@ def whitened(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def standardized(part: Tensor, everything: Tensor) -> Tensor:
-    """By the mean and standard deviation of everything that it is a part of."""
+    """By the mean and standard deviation of everything that it is a part of; exactly 0 if all of it is equal."""
     mean, std = everything.mean(), everything.std(correction=0)
-    return (part - mean) / (std + EPSILON)
+    differs = everything.max() > everything.min()  # rounded, the mean of equal numbers may be another number
+    return torch.where(differs, (part - mean) / (std + EPSILON), 0.0)

@@ -38,7 +38,8 @@ class Entry(NamedTuple):
     """Of each group, from its rewards; called with one group after the other, or with the whole step."""
     loss: Callable[[Any, Tokens], Loss]
     whole_step: bool = False
-    """Whether advantages depend on every sample of the step, so that no work can begin before it is complete."""
+    """Whether `advantages` gives rewards, of which `asyncrl.training.advantages` makes those of tokens, normalised over
+    the step: no work can begin before the step is complete."""
 
 
 ALGORITHMS: dict[type[AlgorithmBase], Entry] = {
@@ -46,7 +47,7 @@ ALGORITHMS: dict[type[AlgorithmBase], Entry] = {
     DrGrpo: Entry(advantages.centered, losses.clipped),
     Dapo: Entry(advantages.normalized, losses.clipped),
     Rloo: Entry(advantages.against_the_others, losses.plain),
-    ReinforcePp: Entry(advantages.over_the_step, losses.clipped, whole_step=True),
+    ReinforcePp: Entry(advantages.before_whitening, losses.clipped, whole_step=True),
     Ppo: Entry(advantages.rewards_alone, losses.clipped, whole_step=True),
     Gspo: Entry(advantages.relative_to_group, losses.sequence_clipped),
     Cispo: Entry(advantages.relative_to_group, losses.capped),

@@ -112,9 +112,10 @@ class Rloo(AlgorithmBase, frozen=True, tag="rloo"):
 
 
 class ReinforcePp(Clipped, frozen=True, tag="reinforce_pp"):
-    """REINFORCE++: advantages normalised over the whole step instead of the group; no critic."""
+    """REINFORCE++: advantages normalised over the tokens of the whole step instead of the group; no critic."""
 
     kl_in_reward = True
+    learns_from_equal_rewards = True
 
     group_baseline: bool = False
     """Subtract the group's mean first, as for hard prompts with several completions each."""

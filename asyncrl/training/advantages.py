@@ -1,9 +1,10 @@
 """From rewards to advantages: of whole samples by the algorithm, of single tokens with a critic or a KL penalty.
 
-`with_advantages` gives every sample of a group the advantage that the algorithm's registry entry computes. Algorithms
-with a critic (PPO) or a KL penalty inside the reward (REINFORCE++) refine it per token (`TokenAdvantages`):
+`with_advantages` gives every sample of a group the advantage that the algorithm's registry entry computes. For PPO and
+REINFORCE++ that is a reward, of which `TokenAdvantages` makes the advantages of tokens:
 
-    rewards -> per token, less the penalty -> generalised advantage estimation -> normalised over the step
+    reward at the last token -> less a KL penalty at each -> generalised advantage estimation -> normalised over the
+    tokens of the step
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,9 @@ class TokenAdvantages:
         ranks: Ranks,
     ) -> None:
         self._algorithm, self._ranks = algorithm, ranks
-        self._policy, self._reference, self._critic = policy, reference, critic
+        self._policy, self._critic = policy, critic
+        self._penalty = reference if algorithm.kl.placement == "reward" else None
+        """The policy that the KL penalty in the reward is against."""
 
     def assign(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The batches of a whole step with advantages per token; the critic learns its returns on the way."""
@@ -65,13 +68,19 @@ class TokenAdvantages:
         advantages: list[Tensor] = []
         for batch in batches:
             value_L = self._values(batch)
-            advantages.append(gae(self._rewards(batch), value_L, batch.lengths, credit.discount, credit.trace))
+            advantages.append(self._estimated(batch, value_L))
             if self._critic is not None:
                 self._critic.learn(batch, advantages[-1] + value_L)
         if advantages and credit.whiten:
             advantages = self._whitened([found for b, found in zip(batches, advantages, strict=True) if not b.idle])
             advantages += [batch.advantage_L for batch in batches if batch.idle]  # which come last
         return [replace(batch, advantage_L=found) for batch, found in zip(batches, advantages, strict=True)]
+
+    def _estimated(self, batch: PackedBatch, value_L: Tensor) -> Tensor:
+        credit = self._algorithm.credit
+        if self._critic is None and self._penalty is None and credit.discount == credit.trace == 1:
+            return batch.advantage_L  # every token has the reward of its sample to come
+        return gae(self._rewards(batch), value_L, batch.lengths, credit.discount, credit.trace)
 
     def _whitened(self, advantages: Sequence[Tensor]) -> list[Tensor]:
         """Over the shares of all ranks."""
@@ -92,7 +101,7 @@ class TokenAdvantages:
         last_S = torch.tensor(batch.lengths, device=batch.advantage_L.device).cumsum(0) - 1
         reward_L = torch.zeros_like(batch.advantage_L)
         reward_L[last_S] = batch.advantage_L[last_S]
-        if self._reference is None or self._algorithm.kl.placement == "loss":
+        if self._penalty is None:
             return reward_L
-        gap_L = self._policy(batch).logp_L - self._reference(batch).logp_L
+        gap_L = self._policy(batch).logp_L - self._penalty(batch).logp_L
         return reward_L - self._algorithm.kl.coefficient * gap_L

@@ -169,7 +169,7 @@ class Learner:
     def _learn(self, groups: Sequence[Group]) -> None:
         own = share(with_advantages(self._run, groups), self._settings.token_budget, self.ranks.rank, self.ranks.world)
         batches = [batch.to(self.device) for batch in own]
-        if self.critic is not None or (self._algorithm.kl.placement == "reward" and self._algorithm.kl.coefficient):
+        if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
         for batch in batches if self.version >= self._algorithm.policy_from_step else ():

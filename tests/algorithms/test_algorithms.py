@@ -17,7 +17,6 @@ from asyncrl.algorithms.advantages import (
     group_relative,
     leave_one_out,
     overlong_penalty,
-    step_relative,
     whitened,
 )
 from asyncrl.algorithms.base import Loss, Samples, Tokens
@@ -87,25 +86,14 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(value: float):
     rewards = np.full(8, value)
     assert group_relative(rewards, normalize_std=True).tolist() == [0.0] * 8
     assert leave_one_out(rewards).tolist() == [0.0] * 8
-    assert [part.tolist() for part in step_relative([rewards, rewards], group_baseline=False)] == [[0.0] * 8] * 2
+    tokens = torch.full((7,), value)  # of 14 times 0.1 the mean is rounded to another number
+    assert [part.tolist() for part in whitened([tokens, tokens])] == [[0.0] * 7] * 2
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others():
     # 1 - (2 + 6) / 2,  2 - (1 + 6) / 2,  6 - (1 + 2) / 2
     assert leave_one_out(np.array([1.0, 2.0, 6.0])).tolist() == pytest.approx([-3.0, -1.5, 4.5])
     assert leave_one_out(np.array([7.0])).tolist() == [0.0]
-
-
-def test_step_advantages_are_normalised_over_all_groups():
-    rewards = [np.array([1.0, 3.0]), np.array([4.0, 8.0])]
-    # mean 4, deviations -3 -1 0 4, variance (9 + 1 + 0 + 16) / 4 = 6.5
-    first, second = step_relative(rewards, group_baseline=False)
-    scale = math.sqrt(6.5) + EPSILON
-    assert [*first, *second] == pytest.approx([-3 / scale, -1 / scale, 0.0, 4 / scale])
-    # group means off: -1 1 -2 2, variance (1 + 1 + 4 + 4) / 4 = 2.5
-    first, second = step_relative(rewards, group_baseline=True)
-    scale = math.sqrt(2.5) + EPSILON
-    assert [*first, *second] == pytest.approx([-1 / scale, 1 / scale, -2 / scale, 2 / scale])
 
 
 def test_the_overlong_penalty_is_a_straight_line_over_the_margin():
@@ -218,13 +206,14 @@ def test_advantages_of_every_algorithm():
     rewards = [np.array([1.0, 2.0, 6.0])]  # mean 3, variance (4 + 1 + 9) / 3 = 14 / 3
     centered = [-2.0, -1.0, 3.0]
     scaled = pytest.approx([a / (math.sqrt(14 / 3) + EPSILON) for a in centered])
-    for settings in (Grpo(), Dapo(), Gspo(), Cispo(), ReinforcePp()):
+    for settings in (Grpo(), Dapo(), Gspo(), Cispo()):
         assert _advantages(settings, rewards)[0].tolist() == scaled, settings
     off = {"normalize_std": False}
-    for settings in (DrGrpo(), Grpo(**off), Gspo(**off), Cispo(**off)):
+    for settings in (DrGrpo(), Grpo(**off), Gspo(**off), Cispo(**off), ReinforcePp(group_baseline=True)):
         assert _advantages(settings, rewards)[0].tolist() == centered, settings
     assert _advantages(Rloo(), rewards)[0].tolist() == pytest.approx([-3.0, -1.5, 4.5])
-    assert _advantages(Ppo(), rewards)[0].tolist() == [1.0, 2.0, 6.0]  # the critic's business
+    for settings in (Ppo(), ReinforcePp()):  # of which advantages of tokens are made later
+        assert _advantages(settings, rewards)[0].tolist() == [1.0, 2.0, 6.0]
 
 
 class _Policy(PolicyForward):
@@ -237,13 +226,8 @@ class _Policy(PolicyForward):
         return TokenLogprobs(self._logp_L)
 
 
-def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
-    """REINFORCE++ with beta = 1/2, rewards 1 and 0 and log pi - log ref = 0.2, 0.4 and -0.6.
-
-    Rewards per token: -0.1, 1 - 0.2 and 0 + 0.3. Still to come: 0.7, 0.8 and 0.3, with mean 0.6 and variance
-    (0.1^2 + 0.2^2 + 0.3^2) / 3 = 0.14 / 3.
-    """
-    settings = ReinforcePp(kl=Kl(coefficient=0.5, placement="reward"))
+def _two_tokens_and_one(settings: ReinforcePp) -> PackedBatch:
+    """A group of a completion of two tokens with reward 1 and one of a token with reward 0."""
     (found,) = _advantages(settings, [np.array([1.0, 0.0])])
     prompt = Segment.given([3, 4])
     trajectories = tuple(
@@ -260,6 +244,28 @@ def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
         for sample, tokens in enumerate(([5, 6], [7]))
     )
     (batch,) = pack([block(Group(id=0, trajectories=trajectories), found.tolist())], 100)
+    return batch
+
+
+@pytest.mark.parametrize("group_baseline", [False, True])
+def test_reinforce_pp_normalises_over_tokens(group_baseline: bool):
+    """Rewards of the tokens are 1, 1 and 0, with mean 2/3 and variance (1/9 + 1/9 + 4/9) / 3 = 2/9. A baseline is the
+    same for all of them, and the normalisation takes it off again."""
+    settings = ReinforcePp(group_baseline=group_baseline)
+    batch = _two_tokens_and_one(settings)
+    (credited,) = TokenAdvantages(settings, _Policy(_tensor()), None, None, Ranks()).assign([batch])
+    scale = math.sqrt(2 / 9) + EPSILON
+    assert credited.advantage_L.tolist() == pytest.approx([1 / 3 / scale, 1 / 3 / scale, -2 / 3 / scale], rel=1e-5)
+
+
+def test_a_penalty_in_the_reward_is_taken_off_before_the_normalisation():
+    """REINFORCE++ with beta = 1/2, rewards 1 and 0 and log pi - log ref = 0.2, 0.4 and -0.6.
+
+    Rewards per token: -0.1, 1 - 0.2 and 0 + 0.3. Still to come: 0.7, 0.8 and 0.3, with mean 0.6 and variance
+    (0.1^2 + 0.2^2 + 0.3^2) / 3 = 0.14 / 3.
+    """
+    settings = ReinforcePp(kl=Kl(coefficient=0.5, placement="reward"))
+    batch = _two_tokens_and_one(settings)
     policy, reference = (_Policy(_tensor(*logp)) for logp in ((-1.0, -1.0, -2.0), (-1.2, -1.4, -1.4)))
     (credited,) = TokenAdvantages(settings, policy, reference, None, Ranks()).assign([batch])
     scale = math.sqrt(0.14 / 3) + EPSILON

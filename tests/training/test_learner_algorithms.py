@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -75,15 +76,51 @@ def test_whole_step_algorithms_do_not_depend_on_how_groups_arrive(model_path: Pa
         assert torch.equal(one, other)
 
 
-def test_reinforce_pp_normalises_over_the_step(model_path: Path) -> None:
-    """On-policy ratios are 1, so the loss is minus the token mean of the advantages."""
-    learner = make(model_path, ReinforcePp())
-    found = groups(3)
-    rewards = np.array([t.reward for group in found for t in group.trajectories])
-    lengths = np.array([t.sampled_tokens for group in found for t in group.trajectories])
+def step_gradient(learner: Learner, found: list[Group]) -> torch.Tensor:
+    """Of a whole step, all weights in one row."""
+    seen: list[torch.Tensor] = []
+
+    def read(*_: object) -> None:
+        seen.extend(p.grad.flatten().clone() for p in learner.model.parameters() if p.grad is not None)
+
+    learner.optimizer.register_step_pre_hook(read)
     learner.accumulate(found)
-    expected = -((rewards - rewards.mean()) / rewards.std() * lengths).sum() / lengths.sum()
-    assert learner.step().loss == pytest.approx(expected, rel=1e-4)
+    learner.step()
+    return torch.cat(seen)
+
+
+def rewarded_short(count: int) -> list[Group]:
+    """Groups in which the short completions are right: most tokens are of wrong ones."""
+    return [
+        msgspec.structs.replace(
+            group,
+            trajectories=tuple(
+                msgspec.structs.replace(t, reward=float(t.sampled_tokens < 5)) for t in group.trajectories
+            ),
+        )
+        for group in groups(count)
+    ]
+
+
+def test_reinforce_pp_has_the_gradient_of_rewards_whitened_over_tokens(model_path: Path) -> None:
+    """As verl's `masked_whiten` over the response mask: each token has its sample's reward, less the mean of all."""
+    learner, found = make(model_path, ReinforcePp()), rewarded_short(4)
+    (batch,) = pack([block(g, [t.reward for t in g.trajectories]) for g in found], 10_000)
+    reward_L = batch.advantage_L
+    expected_L = (reward_L - reward_L.mean()) / reward_L.std(correction=0)
+    loss = -(expected_L * learner.token_logprobs(batch)).mean()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(learner.model.parameters()))])
+    torch.testing.assert_close(step_gradient(learner, found), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+@pytest.mark.parametrize("algorithm", [ReinforcePp(), ReinforcePp(group_baseline=True), Ppo(critic_warmup_steps=0)])
+def test_a_vanishing_penalty_is_none(model_path: Path, algorithm: ReinforcePp | Ppo, placement: str) -> None:
+    none, tiny = (
+        step_gradient(make(model_path, msgspec.structs.replace(algorithm, kl=kl)), rewarded_short(4))
+        for kl in (Kl(coefficient=c, placement=placement) for c in (0.0, 1e-12))  # type: ignore[arg-type]
+    )
+    torch.testing.assert_close(none, tiny, rtol=1e-4, atol=1e-6)
 
 
 def test_the_first_critic_values_are_zero_and_the_critic_learns_the_returns(model_path: Path) -> None:
