@@ -48,11 +48,14 @@ class StalenessController:
         return self._ladder[self._rung]
 
     def observe(self, figures: Mapping[str, float]) -> Decision:
-        """Take in the figures of a step; what they say holds from the next admission and publication on."""
+        """Take in the figures of a step; what they say holds from the next admission and publication on. A step of
+        which no token was measured, because no sample had an advantage, says nothing."""
         if self._band is None:
             return self.decision
         if self._unsettled:
             self._unsettled -= 1
+            return self.decision
+        if figures.get("measured_tokens") == 0:
             return self.decision
         self._recent.append(_signal(self._band, figures))
         if len(self._recent) == self._band.window:

@@ -7,10 +7,12 @@
     drift         mean((log rho)^2)                 what the correction's `max_drift` bounds
     chi2_token    mean(rho^2) - 1                   chi2_sequence the same with the product over each sample
     ppl_gap       mean over samples of |mean log mu - mean log pi|
+    measured_tokens   how many tokens these figures are about; 0 where no sample of a step had an advantage
 
 What a step measures is kept as it comes and worked up once at its end: percentiles do not add up.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +31,7 @@ from asyncrl.types import Slot
 SHOWN_TOKENS = 4096
 """Of the sample that is most off-policy."""
 PERCENTILES = (0.01, 0.5, 0.99)
-NOTHING = {
+NOTHING_MEASURED = {
     "rho_mean": 1.0,
     "rho_std": 0.0,
     "rho_min": 1.0,
@@ -72,22 +74,21 @@ class Observed:
 
 
 def figures(observed: Sequence[Observed]) -> dict[str, float]:
-    """Of the whole step; those of an on-policy one when nothing was measured."""
+    """Of the whole step; those of an on-policy one, with `measured_tokens` 0, when nothing was measured."""
     if not observed:
-        return dict(NOTHING)
+        return {**NOTHING_MEASURED, "measured_tokens": 0.0}
     log_rho_L, _, truncated_L, rejected_L, weight_L = torch.cat([part.columns_5_L for part in observed], dim=1)
     sum_S, length_S, rejected_S = torch.cat([part.columns_3_S for part in observed], dim=1)
     rho_L = log_rho_L.exp()
     squared = rho_L.square().mean()
     mean = rho_L.mean()
-    percentiles = torch.quantile(rho_L, rho_L.new_tensor(PERCENTILES)) if rho_L.numel() < 2**24 else rho_L.new_ones(3)
     found = torch.stack(
         [
             mean,
             rho_L.std(correction=0),
             rho_L.min(),
             rho_L.max(),
-            *percentiles,
+            *_percentiles(rho_L),
             mean**2 / squared,
             -log_rho_L.mean(),
             (rho_L - 1 - log_rho_L).mean(),
@@ -102,7 +103,18 @@ def figures(observed: Sequence[Observed]) -> dict[str, float]:
             weight_L.mean() ** 2 / weight_L.square().mean().clamp(min=1e-30),
         ]
     )
-    return dict(zip(NOTHING, found.tolist(), strict=True))
+    return {**dict(zip(NOTHING_MEASURED, found.tolist(), strict=True)), "measured_tokens": float(rho_L.numel())}
+
+
+def _percentiles(value_L: Tensor) -> list[Tensor]:
+    """As torch.quantile has them, which refuses more than 2^24 numbers."""
+    sorted_L = value_L.sort().values
+    found: list[Tensor] = []
+    for share in PERCENTILES:
+        place = share * (len(sorted_L) - 1)
+        below, above = sorted_L[math.floor(place)], sorted_L[math.ceil(place)]
+        found.append(below.lerp(above, place - math.floor(place)))
+    return found
 
 
 def late(observed: Sequence[Observed]) -> bool:
@@ -176,6 +188,7 @@ class RankStats:
     fault: str
     sums: dict[str, float]
     observed: list[Observed]
+    off_policy: OffPolicy | None
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -184,12 +197,13 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     fault: str
     sums: dict[str, float]
     observed: list[tuple[bytes, bytes, list[str]]]
+    off_policy: OffPolicy | None
 
 
 def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
     """Everything added up, the same on every rank."""
     observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
-    message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed)
+    message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed, mine.off_policy)
     all_ranks = [
         msgspec.msgpack.decode(part, type=_Message) for part in ranks.exchange(msgspec.msgpack.encode(message))
     ]
@@ -206,7 +220,13 @@ def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
             for each in all_ranks
             for tokens, samples, precisions in each.observed
         ],
+        off_policy=max((each.off_policy for each in all_ranks if each.off_policy), key=_size, default=None),
     )
+
+
+def _size(sample: OffPolicy) -> float:
+    """Not a number is beyond every number."""
+    return math.inf if math.isnan(sample.size) else sample.size
 
 
 def _packed(columns: Tensor) -> bytes:

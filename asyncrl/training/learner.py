@@ -49,7 +49,7 @@ from asyncrl.training.export import Export
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.guardrails import alarms
 from asyncrl.training.hidden_capture import HiddenTap
-from asyncrl.training.report import StepReport
+from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
 
@@ -153,6 +153,7 @@ class Learner:
         """The same at the end of the step."""
         self._observed: list[Observed] = []
         self._ratios: list[Ratios] = []
+        self._off_policy: OffPolicy | None = None
         self._held: list[Group] = []
         self._fault = ""
         self.optimizer.zero_grad(set_to_none=True)
@@ -246,6 +247,7 @@ class Learner:
         if self._held:
             self._learn(self._held)
         self._sums = {name: float(value) for name, value in self._counted.items()}
+        self._off_policy = most_off_policy(self._ratios)
         self._combine_ranks()
         norm = self._gradient()
         if not self._fault and not np.isfinite(norm):
@@ -270,8 +272,10 @@ class Learner:
         if self.ranks.world == 1:
             return
         critic_loss = self.critic.loss if self.critic is not None else 0.0
-        found = of_all(self.ranks, RankStats(self._loss, critic_loss, self._fault, self._sums, self._observed))
+        mine = RankStats(self._loss, critic_loss, self._fault, self._sums, self._observed, self._off_policy)
+        found = of_all(self.ranks, mine)
         self._loss, self._fault, self._sums, self._observed = found.loss, found.fault, found.sums, found.observed
+        self._off_policy = found.off_policy
         if self.critic is not None:
             self.critic.loss = found.critic_loss
         self.settle()
@@ -315,7 +319,7 @@ class Learner:
             fault=self._fault,
             figures=found,
             shares=shares(self._observed),
-            off_policy=most_off_policy(self._ratios),
+            off_policy=self._off_policy,
             alarms=alarms(found),
         )
 

@@ -76,6 +76,17 @@ def test_a_figure_that_is_not_finite_tightens(worst: float) -> None:
     assert run(KlBand(window=2), 1, [0.0, worst])[-1] == (0, 1)
 
 
+@pytest.mark.parametrize("band", [EssBand(window=2), KlBand(window=2)])
+def test_a_step_with_nothing_measured_says_nothing(band: StalenessControl) -> None:
+    controller = StalenessController(band, 2)
+    nothing = {"ess": 1.0, "mismatch_kl": 0.0, "measured_tokens": 0.0}
+    assert [controller.observe(nothing) for _ in range(6)] == [(2, 1)] * 6, "not even that all is on-policy"
+    off_policy = {"ess": 0.5, "mismatch_kl": 0.5, "measured_tokens": 9.0}
+    assert [controller.observe(each) for each in (off_policy, nothing, off_policy)] == [(2, 1), (2, 1), (1, 1)]
+    assert [controller.observe(nothing) for _ in range(2)] == [(1, 1)] * 2, "groups of the old bound pass by"
+    assert [controller.observe(off_policy) for _ in range(2)] == [(1, 1), (0, 1)]
+
+
 def test_the_bound_of_a_synchronous_run_has_nothing_to_move() -> None:
     assert set(run(EssBand(window=1), 0, [1.0, 0.0, 1.0])) == {(0, 1)}
 

@@ -56,9 +56,12 @@ def test_dynamic_sampling_replaces_groups_without_contrast(tmp_path: Path, model
 
 
 def test_the_controller_moves_the_bound_and_the_cadence_within_the_limit(tmp_path: Path, model: Path) -> None:
-    """A band far below any ESS: the controller loosens as far as it may."""
+    """A band far below any ESS: the controller loosens as far as it may. Rewards have to differ: a step without any
+    advantage measures nothing, and moves nothing."""
+    judge = tmp_path / "judge.py"
+    judge.write_text("def reward(prompt, completion, answer):\n    return float(len(completion) % 2)\n")
     loose = ("staleness=ess", "staleness.low=0.01", "staleness.high=0.02", "staleness.window=1", "max_staleness=2")
-    quickstart_runs.run(tmp_path, model, *loose, "steps=8")
+    quickstart_runs.run(tmp_path, model, *loose, "steps=8", f"reward.function={judge}:reward")
     summary = quickstart_runs.summary(tmp_path)
     assert summary["status"] == "ok"
     assert summary["staleness_max"] <= 2

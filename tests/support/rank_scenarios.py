@@ -86,6 +86,10 @@ def algorithms(ranks: Ranks, folder: Path) -> None:
             for name, value in mine.figures.items():
                 assert abs(value - theirs.figures[name]) < 1e-4 * max(1, abs(value)), name
             assert [share.tokens for share in mine.shares] == [share.tokens for share in theirs.shares]
+            furthest, found = mine.off_policy, theirs.off_policy
+            assert furthest is not None
+            assert found is not None
+            assert (furthest.group, furthest.sample) == (found.group, found.sample)
 
 
 def twenty_steps(ranks: Ranks, folder: Path) -> None:
