@@ -18,11 +18,11 @@ WEIGHTS = "model.safetensors"
 
 
 def load_model(
-    path: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, output: bool = True
 ) -> tuple[Decoder, ModelConfig]:
-    """Read a model directory; tensors are cast to `dtype`."""
+    """Read a model directory; tensors are cast to `dtype`. Without `output` an untied output matrix is left out."""
     directory = Path(path)
-    config = read_config(directory)
+    config = read_config(directory) if output else read_config(directory).without_output()
     model = Decoder(config, dtype).to(device)
     missing = dict(hf_tensors(model))
     unexpected: list[str] = []

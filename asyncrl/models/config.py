@@ -49,6 +49,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float
     raw: dict[str, Any]
 
+    def without_output(self) -> "ModelConfig":
+        """The same decoder without an output matrix of its own, for uses that end at the hidden states."""
+        return msgspec.structs.replace(self, tied_embeddings=True)
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         family = _choice(raw, "model_type", get_args(Family))

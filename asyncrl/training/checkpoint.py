@@ -271,7 +271,7 @@ def _restore_critic(critic: Critic, checkpoint: Path, ranks: Ranks) -> None:
     saved = _files(checkpoint, CRITIC)
     if not saved.names:
         raise CheckpointError(f"{checkpoint} holds no critic: it was not written with algorithm=ppo")
-    for name, parameter in critic.named_parameters():
+    for name, parameter in critic.named_parameters():  # older checkpoints have an output matrix as well
         read_rows(saved, name, parameter, ranks)
     _restore_optimizer(critic, critic.optimizer, saved, ranks)
 

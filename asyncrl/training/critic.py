@@ -14,7 +14,11 @@ from asyncrl.training.forward import predicting_states
 
 
 class Critic(nn.Module):
-    """Its head begins at zero, so the first values are 0 and the first advantages the rewards."""
+    """Its head begins at zero, so the first values are 0 and the first advantages the rewards.
+
+    Every weight of the body is trained, tied embeddings as well: to the critic they are its input. It has no output
+    matrix.
+    """
 
     def __init__(
         self,
@@ -26,12 +30,12 @@ class Critic(nn.Module):
         execution: Execution,
     ) -> None:
         super().__init__()
-        self.body, config = ranks.load(model_path, device, torch.float32)
+        self.body, config = ranks.load(model_path, device, torch.float32, output=False)
         self.head = nn.Parameter(torch.zeros(config.hidden_size, device=device))
         ranks.shard(self, self.body, model_path, torch.float32)
         self._ranks, self._settings, self._execution = ranks, settings, execution
         self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.parameters() if parameter is not self.body.output_matrix],
+            self.parameters(),
             lr=rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,

@@ -173,8 +173,13 @@ class Learner:
         if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
-        for batch in batches if self.version >= self._algorithm.policy_from_step else ():
+        for batch in batches if self._trains_policy else ():
             self._backward(batch)
+
+    @property
+    def _trains_policy(self) -> bool:
+        """Not while the critic is trained alone."""
+        return self.version >= self._algorithm.policy_from_step
 
     def _backward(self, batch: PackedBatch) -> None:
         if batch.idle:
@@ -249,12 +254,12 @@ class Learner:
         self._sums = {name: float(value) for name, value in self._counted.items()}
         self._off_policy = most_off_policy(self._ratios)
         self._combine_ranks()
-        norm = self._gradient()
+        norm = self._gradient() if self._trains_policy else 0.0
         if not self._fault and not np.isfinite(norm):
             self._fault = f"the gradient of {self._samples} samples is not finite"
         found = figures(self._observed)
         found["lr_scale"] = self.caution.scale(found["drift"], late=late(self._observed))
-        if not self._fault:
+        if self._trains_policy and not self._fault:  # else weight decay would move it, and momentum begin to count
             rate = learning_rate(self._settings, self.version, self._run.steps)
             self.optimizer.param_groups[0]["lr"] = rate * found["lr_scale"]
             self.optimizer.step()

@@ -2,21 +2,20 @@
 
 from asyncrl.config import Run
 from asyncrl.models.config import ModelConfig
-from asyncrl.training.memory import ADAM, FLOAT, adapter_parameters, moment_bytes, parameters
+from asyncrl.training.memory import ADAM, FLOAT, adapter_parameters, critic_parameters, moment_bytes, parameters
 
 
 def checkpoint_bytes(run: Run, model: ModelConfig) -> int:
     """One complete checkpoint, however many ranks write it; its JSON files and tokenizer are not counted.
 
     With LoRA the weights are the merged ones, in fp32; the adapters lie beside them, and only these have an optimizer
-    state. A critic is always trained whole, except for its output matrix, which is saved but computes nothing.
+    state. A critic is always trained whole, in fp32.
     """
     count, adapters = parameters(model), adapter_parameters(run.trainer.lora, model)
     policy = FLOAT * (count + adapters) + int((adapters or count) * moment_bytes(run))
     if run.algorithm.critic_rate is None:
         return policy
-    critic = count + model.hidden_size  # its head has one output
-    return policy + FLOAT * critic + ADAM * (critic - model.vocabulary * model.hidden_size)
+    return policy + (FLOAT + ADAM) * critic_parameters(model)
 
 
 def most_checkpoints(run: Run) -> int:

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Run, Sentinel, Trainer
 from asyncrl.config.algorithm import CustomAlgorithm, CustomCorrection, Grpo, Importance, Kl, Ppo, ReinforcePp
@@ -30,8 +31,21 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def make(model_path: Path, algorithm: object, correction: Importance = PLAIN) -> Learner:
-    trainer = Trainer(lr=1e-3, grad_clip=1e9)
+@pytest.fixture(scope="module")
+def tied_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tied")
+    tiny_checkpoint(directory, "qwen2")
+    return directory
+
+
+@pytest.fixture(params=["tied", "untied"])
+def either_path(request: pytest.FixtureRequest, model_path: Path, tied_path: Path) -> Path:
+    """A model whose output matrix is its embedding, and one with its own."""
+    return tied_path if request.param == "tied" else model_path
+
+
+def make(model_path: Path, algorithm: object, correction: Importance = PLAIN, *, weight_decay: float = 0.0) -> Learner:
+    trainer = Trainer(lr=1e-3, grad_clip=1e9, weight_decay=weight_decay)
     return Learner(model_path, Run(trainer=trainer, algorithm=algorithm, correction=correction))  # type: ignore[arg-type]
 
 
@@ -136,30 +150,80 @@ def test_the_first_critic_values_are_zero_and_the_critic_learns_the_returns(mode
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_critic_can_be_trained_alone_first(model_path: Path) -> None:
-    learner = make(model_path, Ppo(critic_warmup_steps=1, critic_lr=1e-2))
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_critic_can_be_trained_alone_first(model_path: Path, tmp_path: Path, weight_decay: float) -> None:
+    """The policy does not move at all meanwhile, and its first own step is that of a fresh optimizer."""
+    learner = make(model_path, Ppo(critic_warmup_steps=1, critic_lr=1e-2), weight_decay=weight_decay)
     before = weights(learner)
     learner.accumulate(groups(2))
-    learner.step()
+    report = learner.step()
+    assert report.figures["critic_grad_norm"] > 0
+    assert not learner.optimizer.state
+    manifest = TrainingManifest(step=1, samples_trained=8, consumed=((0, 1),))
+    saved = checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=1)
+    checkpoint.restore(learner, saved)
     assert all(torch.equal(one, other) for one, other in zip(before, weights(learner), strict=True))
     learner.accumulate(groups(2))
     learner.step()
     assert not all(torch.equal(one, other) for one, other in zip(before, weights(learner), strict=True))
 
 
-def test_ppo_resumes_exactly_with_its_critic(model_path: Path, tmp_path: Path) -> None:
-    whole, first = make(model_path, Ppo()), make(model_path, Ppo())
-    for learner in (whole, first):
-        learner.accumulate(groups(2))
+def trained_critic(path: Path, folder: Path, steps: int = 2) -> tuple[Learner, Path]:
+    """A learner after some steps, and its checkpoint."""
+    learner = make(path, Ppo(critic_lr=1e-2))
+    for seed in range(steps):
+        learner.accumulate(groups(2, seed=seed))
         learner.step()
-    manifest = TrainingManifest(step=1, samples_trained=8, consumed=((0, 1),))
-    saved = checkpoint.save(first, tmp_path, manifest, model_path=model_path, keep=1)
-    second = make(model_path, Ppo())
+    manifest = TrainingManifest(step=steps, samples_trained=8 * steps, consumed=((0, 2 * steps - 1),))
+    return learner, checkpoint.save(learner, folder, manifest, model_path=path, keep=1)
+
+
+def critic_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    assert learner.critic is not None
+    return {name: parameter.detach().clone() for name, parameter in learner.critic.named_parameters()}
+
+
+def test_ppo_resumes_exactly_with_its_critic(either_path: Path, tmp_path: Path) -> None:
+    whole, saved = trained_critic(either_path, tmp_path)
+    second = make(either_path, Ppo(critic_lr=1e-2))
     checkpoint.restore(second, saved)
     for learner in (whole, second):
-        learner.accumulate(groups(2, seed=1))
+        learner.accumulate(groups(2, seed=7))
     assert whole.step() == second.step()
     assert all(torch.equal(one, other) for one, other in zip(weights(whole), weights(second), strict=True))
+    mine, theirs = critic_weights(whole), critic_weights(second)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_every_weight_of_the_critic_is_trained_and_it_has_no_output_matrix(either_path: Path, tmp_path: Path) -> None:
+    before = critic_weights(make(either_path, Ppo()))
+    learner, saved = trained_critic(either_path, tmp_path)
+    after, written = critic_weights(learner), load_file(saved / checkpoint.CRITIC)
+    assert learner.critic is not None
+    assert all(parameter.grad is None for parameter in learner.critic.parameters())
+    assert "body.embed_tokens.weight" in after
+    assert not any("lm_head" in name for name in [*after, *written])
+    for name, weight in after.items():
+        assert not torch.equal(weight, before[name]), name
+        assert f"{name}/exp_avg" in written, name
+
+
+def test_critics_of_older_checkpoints_are_read(either_path: Path, tmp_path: Path) -> None:
+    """They have an output matrix that is its own, and no moments of an embedding that is tied."""
+    learner, saved = trained_critic(either_path, tmp_path)
+    written = load_file(saved / checkpoint.CRITIC)
+    if make(either_path, Grpo()).model_config.tied_embeddings:
+        written = {name: t for name, t in written.items() if not name.startswith("body.embed_tokens.weight/")}
+    else:
+        written["body.lm_head.weight"] = torch.ones_like(written["body.embed_tokens.weight"])
+    save_file(written, saved / checkpoint.CRITIC)
+    resumed = make(either_path, Ppo(critic_lr=1e-2))
+    checkpoint.restore(resumed, saved)
+    expected, found = critic_weights(learner), critic_weights(resumed)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    resumed.accumulate(groups(2, seed=7))
+    assert not resumed.step().skipped
 
 
 @pytest.mark.parametrize("placement", ["loss", "reward"])

@@ -42,9 +42,11 @@ class FsdpRanks(Ranks):
         )
         self._mesh = init_device_mesh(device.type, (seat.world,))
 
-    def load(self, path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, ModelConfig]:
+    def load(
+        self, path: Path, device: torch.device, dtype: torch.dtype, *, output: bool = True
+    ) -> tuple[Decoder, ModelConfig]:
         """Memory that nothing is written to takes no room: `shard` reads the rows of this rank only."""
-        config = read_config(path)
+        config = read_config(path) if output else read_config(path).without_output()
         return Decoder(config, torch.float32), config
 
     def shard(self, module: nn.Module, decoder: Decoder, path: Path, dtype: torch.dtype) -> None:

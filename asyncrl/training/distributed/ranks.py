@@ -28,9 +28,12 @@ class Ranks:
     rank = 0
     world = 1
 
-    def load(self, path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, ModelConfig]:
-        """A model, perhaps still without its weights: `shard` comes next."""
-        model, config = load_model(path, dtype=dtype)
+    def load(
+        self, path: Path, device: torch.device, dtype: torch.dtype, *, output: bool = True
+    ) -> tuple[Decoder, ModelConfig]:
+        """A model, perhaps still without its weights: `shard` comes next. Without `output` it ends at the hidden
+        states, and an output matrix that is not tied to the embeddings is left out."""
+        model, config = load_model(path, dtype=dtype, output=output)
         return model.to(device), config
 
     def shard(self, module: nn.Module, decoder: Decoder, path: Path, dtype: torch.dtype) -> None:
