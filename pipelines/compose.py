@@ -53,7 +53,8 @@ def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(run: Run, overrides: Sequence[str], *, allowed: Sequence[str]) -> Run:
-    """`run` with other settings in the named parts of it; a choice such as correction=none begins from its defaults."""
+    """A recorded run with other settings in the named parts of it; a choice such as correction=none begins from its
+    defaults."""
     raw = msgspec.to_builtins(run)
     for text in overrides:
         override = OverridesParser.create().parse_override(text)
@@ -65,7 +66,7 @@ def changed(run: Run, overrides: Sequence[str], *, allowed: Sequence[str]) -> Ru
         else:
             fields = [other for other in overrides if other.startswith(f"{part}.")]  # some choices need theirs
             raw[part] = msgspec.to_builtins(getattr(compose([text, *fields]), part))
-    return load(raw)
+    return load(raw, recorded=not overrides)
 
 
 def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -89,7 +90,7 @@ def from_yaml(path: Path) -> Run:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no settings")
-    return load(cast(dict[str, Any], raw))
+    return load(cast(dict[str, Any], raw), recorded=True)
 
 
 def _normal(text: str) -> str:

@@ -48,6 +48,13 @@ class AlgorithmBase(Chosen, frozen=True):
     """Whether it can take a KL penalty from each token's reward."""
     learns_from_equal_rewards: ClassVar[bool] = False
     """Whether a group can matter although all of its rewards are equal."""
+    needs_advantages: ClassVar[bool] = True
+    """Whether the rewards teach nothing where every advantage is 0."""
+
+    @property
+    def compares_within_group(self) -> bool:
+        """Whether the advantage of a sample is relative to the others of its group, so that one alone has none."""
+        return True
 
     @property
     def critic_rate(self) -> float | None:
@@ -120,6 +127,10 @@ class ReinforcePp(Clipped, frozen=True, tag="reinforce_pp"):
     group_baseline: bool = False
     """Subtract the group's mean first, as for hard prompts with several completions each."""
 
+    @property
+    def compares_within_group(self) -> bool:
+        return self.group_baseline
+
 
 class Ppo(Clipped, frozen=True, tag="ppo"):
     """PPO with a critic of the policy's size and generalised advantage estimation."""
@@ -135,6 +146,10 @@ class Ppo(Clipped, frozen=True, tag="ppo"):
     critic_lr: AboveZero = 1e-5
     critic_warmup_steps: Natural = 0
     """First steps that train the critic alone."""
+
+    @property
+    def compares_within_group(self) -> bool:
+        return False
 
     @property
     def critic_rate(self) -> float:
@@ -171,6 +186,7 @@ class CustomAlgorithm(AlgorithmBase, frozen=True, kw_only=True, tag="custom"):
     """A loss of your own, with group-relative advantages or your own."""
 
     learns_from_equal_rewards = True
+    needs_advantages = False
 
     function: str
     """`package.module:function` or `path/to/file.py:function`: f(tokens: Tokens) -> one loss per sampled token."""

@@ -212,20 +212,25 @@ class Run(Settings, frozen=True):
         return (self.max_staleness + 1) * self.flow.groups_per_step
 
 
-def load(raw: Mapping[str, Any]) -> Run:
-    """Turn composed YAML into a checked Run, or raise ConfigError with the path of what is wrong."""
+def load(raw: Mapping[str, Any], *, recorded: bool = False) -> Run:
+    """Turn composed YAML into a checked Run, or raise ConfigError with the path of what is wrong.
+
+    The settings of a `recorded` run may also be such that it cannot learn: older versions did not refuse them.
+    """
     if unknown := unknown_keys(raw, Run):
         raise ConfigError("\n".join(unknown))
     try:
         run = msgspec.convert(raw, Run)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(error, raw, Run)) from None
-    check(run)
+    check(run, recorded=recorded)
     return run
 
 
-def check(run: Run) -> None:
+def check(run: Run, *, recorded: bool = False) -> None:
     """Refuse settings that contradict each other, before anything is started."""
+    if not recorded:
+        _check_signal(run)
     if run.flow.groups_per_take > run.flow.groups_per_step:
         raise ConfigError(
             f"flow.groups_per_take={run.flow.groups_per_take} is more than flow.groups_per_step="
@@ -260,6 +265,26 @@ def check(run: Run) -> None:
     run.task.check(run)
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
+
+
+def _check_signal(run: Run) -> None:
+    """Refuse settings with which every advantage is 0 or nothing is explored."""
+    if not (run.engine.has_model and run.algorithm.needs_advantages):
+        return
+    if run.rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.temperature=0 always takes the likeliest token: all samples of a group are the same, and nothing "
+            "can be learned from them; set rollout.temperature=1 (evaluations measure greedy decoding in any case)"
+        )
+    if run.rollout.group_size == 1 and run.algorithm.compares_within_group:
+        members: tuple[type[AlgorithmBase], ...] = get_args(Algorithm)
+        able = [each() for each in members if each.needs_advantages]
+        others = " or ".join(sorted(f"algorithm={each.kind}" for each in able if not each.compares_within_group))
+        raise ConfigError(
+            f"rollout.group_size=1 gives algorithm={run.algorithm.kind} nothing to compare a sample with: every "
+            f"advantage is 0 and nothing is learned; set rollout.group_size=2 or more, or use {others} with "
+            "its defaults"
+        )
 
 
 def _check_normalized_weights(run: Run) -> None:

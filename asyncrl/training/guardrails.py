@@ -12,6 +12,10 @@ from asyncrl.errors import DivergenceError, Fp8Error
 from asyncrl.training.report import StepReport
 
 STALER = "lower max_staleness or trainer.lr"
+NO_SIGNAL = (
+    "no signal: every advantage of the step was 0, and its rewards taught nothing; look at the rewards, take prompts "
+    "that are harder or easier, raise rollout.group_size, or set algorithm.dynamic_sampling=true"
+)
 
 
 def alarms(figures: Mapping[str, float]) -> tuple[str, ...]:
@@ -23,6 +27,7 @@ def alarms(figures: Mapping[str, float]) -> tuple[str, ...]:
         (abs(figures["mismatch_kl"]) > 0.1, "mismatch_kl", f"beyond 0.1: far off-policy; {STALER}"),
         (figures["chi2_token"] > 1, "chi2_token", f"above 1: {STALER}"),
         (figures["rejected_samples"] > 0.5, "rejected_samples", f"above 0.5: little is left to learn from; {STALER}"),
+        (figures.get("informative_fraction") == 0, "informative_fraction", NO_SIGNAL),
     )
     return tuple(f"{name}={figures[name]:.3g} is {words}" for wrong, name, words in checks if wrong)
 

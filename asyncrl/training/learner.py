@@ -201,7 +201,7 @@ class Learner:
             self._add({"entropy": output.entropy_L.detach().sum()})
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
-        self._add(loss.sums)
+        self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
 
@@ -259,6 +259,8 @@ class Learner:
             self._fault = f"the gradient of {self._samples} samples is not finite"
         found = figures(self._observed)
         found["lr_scale"] = self.caution.scale(found["drift"], late=late(self._observed))
+        if self._trains_policy and self._algorithm.needs_advantages:
+            found["informative_fraction"] = self._sums.get("informative", 0.0) / max(self._samples, 1)
         if self._trains_policy and not self._fault:  # else weight decay would move it, and momentum begin to count
             rate = learning_rate(self._settings, self.version, self._run.steps)
             self.optimizer.param_groups[0]["lr"] = rate * found["lr_scale"]

@@ -67,6 +67,16 @@ def test_derived_numbers() -> None:
         ({"name": 42}, "quote text that looks like a number: name='\"42\"'"),
         ({"name": "../x"}, "name='../x' must be a plain directory name"),
         ({"name": ""}, "name='' must be a plain directory name"),
+        (
+            {"rollout": {"temperature": 0}},
+            "rollout.temperature=0 always takes the likeliest token: all samples of a group are the same, and nothing "
+            "can be learned from them; set rollout.temperature=1",
+        ),
+        (
+            {"rollout": {"group_size": 1}},
+            "rollout.group_size=1 gives algorithm=grpo nothing to compare a sample with: every advantage is 0 and "
+            "nothing is learned; set rollout.group_size=2 or more, or use algorithm=ppo or algorithm=reinforce_pp",
+        ),
         ({"flow": {"groups_per_take": 9, "groups_per_step": 8}}, "lower flow.groups_per_take"),
         ({"flow": {"max_ready_groups": 7, "groups_per_step": 8}}, "a step could never be filled"),
         (
@@ -84,6 +94,36 @@ def test_derived_numbers() -> None:
 )
 def test_refusals_name_field_value_and_way_out(raw: dict[str, Any], said: str) -> None:
     assert said in refusal(raw)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"])
+def test_a_lone_sample_is_refused_where_groups_are_compared(kind: str) -> None:
+    assert f"rollout.group_size=1 gives algorithm={kind} " in refusal(
+        {"algorithm": {"type": kind}, "rollout": {"group_size": 1}}
+    )
+
+
+@pytest.mark.parametrize("kind", ["ppo", "reinforce_pp"])
+def test_other_algorithms_learn_from_a_lone_sample_but_not_from_the_likeliest_tokens(kind: str) -> None:
+    assert load({"algorithm": {"type": kind}, "rollout": {"group_size": 1}}).rollout.group_size == 1
+    assert "rollout.temperature=0 " in refusal({"algorithm": {"type": kind}, "rollout": {"temperature": 0}})
+
+
+def test_a_baseline_of_the_group_needs_a_group() -> None:
+    raw = {"algorithm": {"type": "reinforce_pp", "group_baseline": True}, "rollout": {"group_size": 1}}
+    assert "rollout.group_size=1 gives algorithm=reinforce_pp " in refusal(raw)
+
+
+@pytest.mark.parametrize(
+    "raw", [{"engine": {"type": "fake"}}, {"algorithm": {"type": "custom", "function": "mine.py:loss"}}]
+)
+def test_nothing_of_that_is_refused_without_a_model_or_with_an_own_loss(raw: dict[str, Any]) -> None:
+    assert load(raw | {"rollout": {"group_size": 1, "temperature": 0}}).rollout.group_size == 1
+
+
+def test_a_recorded_run_is_read_although_it_could_not_learn() -> None:
+    raw = {"rollout": {"group_size": 1, "temperature": 0}}
+    assert load(raw, recorded=True).rollout.group_size == 1
 
 
 def test_all_unknown_keys_are_told_at_once() -> None:

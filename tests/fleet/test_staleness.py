@@ -172,6 +172,6 @@ def test_one_line_of_config_turns_it_on_and_a_wrong_band_is_refused() -> None:
 
 
 def test_dynamic_sampling_of_single_samples_is_refused() -> None:
-    raw = {"algorithm": {"type": "grpo", "dynamic_sampling": True}, "rollout": {"group_size": 1}}
+    raw = {"algorithm": {"type": "ppo", "dynamic_sampling": True}, "rollout": {"group_size": 1}}
     with pytest.raises(ConfigError, match=r"rollout.group_size=1 that is every group: raise rollout.group_size"):
         load(raw)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec import inspect
 
-from asyncrl.config import Checkpoint, Evaluation, Run, WarmStart, load
+from asyncrl.config import Checkpoint, Evaluation, Rollout, Run, WarmStart, load
 from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.engine import FakeEngine, NativeEngine
 from asyncrl.config.task import ChainsTask, JsonlTask
@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from pipelines.cli import main
-from pipelines.compose import CONFIGS, compose, from_yaml, to_yaml
+from pipelines.compose import CONFIGS, changed, compose, from_yaml, to_yaml
 from pipelines.plan import estimate
 from pipelines.plan.estimate import model_config, needs
 from pipelines.plan.plan import preflight, problems
@@ -172,6 +172,21 @@ def test_yaml_gives_the_same_run_back(place: Path) -> None:
     run = compose(["engine=fake", "engine.sigma=0.25", "trainer.lr=1e-7", "name='007'", "reward.timeout_s=0.5"])
     (place / "config.yaml").write_text(to_yaml(run))
     assert from_yaml(place / "config.yaml") == run
+
+
+def test_a_recorded_run_that_could_not_learn_is_read_but_not_begun(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older versions did not refuse it."""
+    run = Run(rollout=Rollout(group_size=1))
+    (place / "config.yaml").write_text(to_yaml(run))
+    recorded = from_yaml(place / "config.yaml")
+    assert changed(recorded, [], allowed=()) == recorded == run
+    assert changed(recorded, ["algorithm=reinforce_pp"], allowed=("algorithm",)).algorithm.kind == "reinforce_pp"
+    with pytest.raises(ConfigError, match="every advantage is 0"):
+        changed(recorded, ["trainer.lr=1e-4"], allowed=("trainer",))
+    assert main(["plan", "rollout.group_size=1"]) == 2
+    assert "rollout.group_size=1 gives algorithm=grpo nothing to compare" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

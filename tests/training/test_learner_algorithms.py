@@ -137,6 +137,31 @@ def test_a_vanishing_penalty_is_none(model_path: Path, algorithm: ReinforcePp | 
     torch.testing.assert_close(none, tiny, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("algorithm", [Grpo(), ReinforcePp()])
+def test_a_step_without_any_advantage_sounds_an_alarm(model_path: Path, algorithm: object) -> None:
+    learner, found = make(model_path, algorithm), groups(2)
+    equal = [
+        msgspec.structs.replace(g, trajectories=tuple(msgspec.structs.replace(t, reward=0.1) for t in g.trajectories))
+        for g in found
+    ]
+    learner.accumulate(equal)
+    report = learner.step()
+    assert report.figures["informative_fraction"] == 0
+    assert [text.partition(" ")[0] for text in report.alarms if "informative" in text] == ["informative_fraction=0"]
+    learner.accumulate([found[0], *equal[1:]])
+    report = learner.step()
+    assert 0 < report.figures["informative_fraction"] <= (0.5 if isinstance(algorithm, Grpo) else 1)
+    assert not any("informative" in text for text in report.alarms)
+
+
+def test_an_own_loss_may_learn_without_advantages(model_path: Path) -> None:
+    run = Run(trainer=Trainer(lr=1e-3), algorithm=CustomAlgorithm(function=f"{EXAMPLE}:loss"))
+    learner = Learner(model_path, run)
+    learner.accumulate([msgspec.structs.replace(g, trajectories=g.trajectories[:1]) for g in groups(1)])
+    report = learner.step()
+    assert "informative_fraction" not in report.figures
+
+
 def test_the_first_critic_values_are_zero_and_the_critic_learns_the_returns(model_path: Path) -> None:
     learner = make(model_path, Ppo(critic_lr=1e-2, trace=1.0, whiten=False))
     found = groups(3)
@@ -159,6 +184,7 @@ def test_the_critic_can_be_trained_alone_first(model_path: Path, tmp_path: Path,
     report = learner.step()
     assert report.figures["critic_grad_norm"] > 0
     assert not learner.optimizer.state
+    assert not any("informative" in text for text in report.alarms)
     manifest = TrainingManifest(step=1, samples_trained=8, consumed=((0, 1),))
     saved = checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=1)
     checkpoint.restore(learner, saved)
@@ -311,8 +337,10 @@ def test_alarms_sound_at_the_documented_levels() -> None:
         "mismatch_kl": 0.01,
         "chi2_token": 0.1,
         "rejected_samples": 0.1,
+        "informative_fraction": 0.1,
     }
     assert alarms(quiet) == ()
+    assert alarms({name: value for name, value in quiet.items() if name != "informative_fraction"}) == ()
     beyond = {
         "rho_mean": 2.1,
         "rho_std": 1.1,
@@ -320,6 +348,7 @@ def test_alarms_sound_at_the_documented_levels() -> None:
         "mismatch_kl": -0.11,
         "chi2_token": 1.1,
         "rejected_samples": 0.6,
+        "informative_fraction": 0.0,
     }
     for name, value in beyond.items():
         (text,) = alarms(quiet | {name: value})
