@@ -4,7 +4,7 @@
     python -m benchmarks.trainer --vocabulary 49152 --untied            a smaller vocabulary, two matrices for it
     python -m benchmarks.trainer --shape smollm2-135m --answers 2048 --tokens 150 --tailed --prompt 128
     python -m benchmarks.trainer --shape qwen3-8b --lora 16 --tokens 1024 4096 16384      adapters, three lengths
-    python -m benchmarks.trainer trainer.offload=optimizer trainer.optimizer=adamw_8bit        any setting of ours
+    python -m benchmarks.trainer trainer.offload=optimizer --shape qwen3-8b          any setting of ours, named first
 
 A step is forward, backward and update: for asyncrl `Learner.accumulate` and `Learner.step`, for transformers
 `AutoModelForCausalLM` with sdpa attention under autocast, AdamW (fused) and gradients clipped as ours are. Activations
@@ -404,6 +404,7 @@ def describe(setting: Setting, shape: str) -> str:
 
 
 def setting_of(options: argparse.Namespace, tokens: int | None = None) -> Setting:
+    """`tokens` of a completion; None: as many as usual."""
     on_gpu = options.device == "cuda"
     raw = SHAPES[options.shape] | {"tie_word_embeddings": options.shape not in UNTIED and not options.untied}
     if options.vocabulary:

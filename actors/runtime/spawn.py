@@ -99,7 +99,7 @@ class OnRay:
             self.end(proxy)
             raise
         if resources.idle_priority:
-            await proxy.run(_lower_priority)
+            await proxy.run_in_process(_lower_priority)
         return cast(T, proxy)
 
     async def gang(self, each: Resources, members: int, timeout_s: float) -> list[Resources]:
@@ -207,9 +207,9 @@ class _Proxy:
         ray.kill(self.handle(), no_restart=False)
 
     async def prepare(self) -> None:
-        await self.run(_prepare_process)
+        await self.run_in_process(_prepare_process)
 
-    async def run(self, function: Callable[[object], None]) -> None:
+    async def run_in_process(self, function: Callable[[object], None]) -> None:
         """In the actor's process."""
         await self._call(self.handle().__ray_call__, "start", function)
 

@@ -167,8 +167,10 @@ class Layer(nn.Module):
             changes=UNCHANGED if self.adapters is None else self.adapters.changes(),
         )
 
-    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend, run: "LayerForward") -> Tensor:
-        return run(self, x_T_E, rotate, layer, attend)
+    def forward(
+        self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend, run: "LayerForward | None" = None
+    ) -> Tensor:
+        return (run or keeping)(self, x_T_E, rotate, layer, attend)
 
 
 LayerForward = Callable[[Layer, Tensor, Rotate, int, Attend], Tensor]

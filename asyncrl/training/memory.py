@@ -16,13 +16,17 @@ from typing import NamedTuple
 
 from asyncrl.config import Run
 from asyncrl.config.trainer import Lora
+from asyncrl.config.weights import published_adapters
 from asyncrl.models.config import ModelConfig, projection_shapes
+from asyncrl.precision.memory import footprint
 
 FLOAT = 4
 BF16 = 2
 ADAM = 2 * FLOAT
 ADAM_8BIT = 2 + 2 * FLOAT / 256
 """A byte each, and a scale for each 256."""
+VERSIONS = 2
+"""Versions of the weights that lie where engines read them: the one that they load, and the next."""
 STAGED = 3 << 25
 """Numbers of offloaded state that visit the GPU at a time (asyncrl.training.adamw)."""
 AUTO_SPREAD = 2.0
@@ -63,11 +67,6 @@ def parameters(model: ModelConfig) -> int:
     return _outside(model) + model.layers * _layer(model)
 
 
-def critic_parameters(model: ModelConfig) -> int:
-    """A body without an output matrix, and a head with one output."""
-    return parameters(model.without_output()) + model.hidden_size
-
-
 def _outside(model: ModelConfig) -> int:
     """Embeddings, output matrix and the last norm."""
     return model.vocabulary * model.hidden_size * (1 if model.tied_embeddings else 2) + model.hidden_size
@@ -97,7 +96,7 @@ def training_memory(
     """With so many layers computed again in the backward."""
     narrow = run.trainer.dtype == "bf16"
     held = _held(run, model, narrow=narrow)
-    critic = 0 if run.algorithm.critic_rate is None else critic_parameters(model)
+    critic = 0 if run.algorithm.critic_rate is None else parameters(model)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
     ends = 3 * FLOAT * model.hidden_size + 2 * (BF16 if narrow else FLOAT) * model.head_dim
     layer = layer_bytes(model, batch.spread, narrow=narrow, compiled=compiled)
@@ -181,11 +180,20 @@ def recomputed_layers(run: Run, model: ModelConfig, card: int | None, *, compile
         return model.layers * wanted if isinstance(wanted, bool) else min(wanted, model.layers)
     if card is None:
         return 0
-    room, batch = AUTO_SHARE * (1 - engine_share(run)) * card, Batch(run.trainer.token_budget, AUTO_SPREAD)
+    share, batch = engine_share(run), Batch(run.trainer.token_budget, AUTO_SPREAD)
+    room = AUTO_SHARE * ((1 - share) * card - (VERSIONS * published_bytes(run, model) if share else 0))
     for layers in range(model.layers):
         if training_memory(run, model, batch, recomputed=layers, compiled=compiled).peak <= room:
             return layers
     return model.layers
+
+
+def published_bytes(run: Run, model: ModelConfig) -> int:
+    """One version of the weights on its way to the engines."""
+    if published_adapters(run):
+        return FLOAT * adapter_parameters(run.trainer.lora, model)
+    precision = run.rollout.precision if run.engine.travels_in_fp8 else run.engine.carrier(run.rollout.precision)
+    return footprint(model, parameters(model), precision, run.rollout.fp8).weights
 
 
 def engine_share(run: Run) -> float:

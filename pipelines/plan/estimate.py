@@ -9,7 +9,7 @@ from asyncrl.config.precision import numerics
 from asyncrl.config.weights import published_adapters
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.models.config import ModelConfig, read_config
-from asyncrl.precision.memory import FLOAT, Footprint, footprint, with_base
+from asyncrl.precision.memory import Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.compiler import compiles
 from asyncrl.system.devices import gpu_memory, has_gpu
@@ -17,10 +17,11 @@ from asyncrl.tasks.base import Bounded, Split
 from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
 from asyncrl.training.memory import (
+    VERSIONS,
     Batch,
-    adapter_parameters,
     engine_share,
     parameters,
+    published_bytes,
     recomputed_layers,
     training_memory,
 )
@@ -35,8 +36,6 @@ PROCESS = 300 << 20
 """A process that has imported torch."""
 CUDA = 600 << 20
 """A CUDA context with the kernels that training loads."""
-VERSIONS = 2
-"""Policy versions that lie ready for the engines."""
 PROMPTS_READ = 256
 """Prompts whose length is measured when the task does not bound it."""
 
@@ -171,18 +170,18 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     """`prompt` is the length of the longest, in tokens."""
     count, longest = parameters(model), prompt + run.rollout.max_tokens
     precision, wide = run.rollout.precision, run.engine.carrier(run.rollout.precision)
-    sent = footprint(model, count, precision if run.engine.travels_in_fp8 else wide, run.rollout.fp8)
     # Only our simulation, on a CPU, holds FP8's numbers as floats.
     held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
     held = beside_base(run, model, count, held, gpu=has_gpu())
-    compiled = compiles(run.trainer.compile, "cuda" if trains_on_gpu(run) else "cpu")
+    # On a CPU and in fp32 a layer is compiled in two parts, which keep what they keep otherwise.
+    compiled = trains_on_gpu(run) and run.trainer.dtype == "bf16" and compiles(run.trainer.compile, "cuda")
     recomputed = recomputed_layers(run, model, gpu_memory() if trains_on_gpu(run) else None, compiled=compiled)
     batch = _largest_batch(run, prompt)
     memory = training_memory(run, model, batch, recomputed=recomputed, compiled=compiled)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     return Needs(
         parameters=count,
-        published=FLOAT * adapter_parameters(run.trainer.lora, model) if published_adapters(run) else sent.weights,
+        published=published_bytes(run, model),
         optimizer=memory.weights + memory.optimizer,
         activations=memory.activations + memory.backward,
         recomputed=recomputed,

@@ -1,9 +1,10 @@
 """The benchmarks that compare modes and peers: what they set, and a small one from end to end."""
 
-import argparse
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -16,11 +17,20 @@ from trl import GRPOConfig
 from asyncrl.config import Run, Trainer
 from asyncrl.system.user_functions import load_function
 from asyncrl.tasks.registry import make_task
-from benchmarks import fp8, lists, longtail, runs, weight_update
+from benchmarks import lists, longtail, runs, weight_update
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
 from benchmarks.runs import Point, reached, steady
 from pipelines.compose import compose
+
+
+@pytest.mark.slow
+def test_buffer_and_queues_carry_the_same_trajectories() -> None:
+    """On Ray, in a process of its own: it looks once whom it lets in."""
+    command = [sys.executable, "-m", "benchmarks.buffer_vs_ray_queue", "--trajectories", "128"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "queue, array batches" in done.stdout
 
 
 @pytest.mark.parametrize("mode", longtail.MODES)
@@ -297,12 +307,3 @@ def test_chats_are_shown_to_the_peer_turn_by_turn() -> None:
     graded = judge(prompt.text, turns[1]["content"].replace("<answer>", "<answer>x"), prompt.answer)
     assert isinstance(graded, dict)
     assert sum(graded.values()) < 1
-
-
-def test_a_table_about_fp8_is_of_runs_of_one_kind(tmp_path: Path) -> None:
-    """A run that is there is not repeated: one with another model or rate would pass for what was asked for."""
-    options = argparse.Namespace(root=tmp_path, device="cpu", shape=None, settings=[], steps=150, lr=2e-4, prompts=1024)
-    fp8.claim(options)
-    fp8.claim(options)
-    with pytest.raises(SystemExit, match=r"holds runs with .*'shape': None.*not .*'shape': 'tiny'.*another --root"):
-        fp8.claim(argparse.Namespace(**vars(options) | {"shape": "tiny"}))

@@ -25,7 +25,8 @@ WORDS = "--device cpu --shape tiny --answers 16 --tokens 12 --budget 64 --repeat
 
 
 def _setting(words: str = "") -> trainer.Setting:
-    setting = trainer.setting_of(trainer.parse([*WORDS.split(), *words.split()]))
+    options = trainer.parse([*WORDS.split(), *words.split()])
+    setting = trainer.setting_of(options, options.tokens[0])
     return msgspec.structs.replace(setting, config=setting.config | SMALL)
 
 
@@ -36,7 +37,7 @@ def test_both_sides_take_the_same_step(words: str) -> None:
     with made(ModelConfig.from_hf(setting.config), "cpu") as model:
         rows = [row for row in trainer.ROWS if not row.endswith("compiled")]  # which takes a C++ compiler, and minutes
         found = [trainer.measure(model, setting, row) for row in rows]
-    assert [figures.budget for figures in found] == [64, 32, 64, 32]
+    assert [figures.budget for figures in found] == [64, 32, 64, 64, 32]
     first = found[0].gradient_norm
     assert first > 0
     for figures in found:
@@ -45,6 +46,20 @@ def test_both_sides_take_the_same_step(words: str) -> None:
         assert figures.tokens_per_second == pytest.approx(sum(trainer.lengths(setting)) / figures.seconds)
         assert figures.tflops * figures.seconds == pytest.approx(found[0].tflops * found[0].seconds)
         assert figures.peak_bytes > 1 << 20
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+def test_settings_of_ours_and_adapters_are_those_named() -> None:
+    words = "trainer.optimizer=adamw_8bit trainer.checkpoint_activations=1 --dtype bf16 --lora 2"
+    options = trainer.parse([*words.split(), *WORDS.split()])
+    setting = msgspec.structs.replace(trainer.setting_of(options, 12), config=_setting().config)
+    run = trainer.trainer_run(setting, "asyncrl recomputed")
+    assert (run.trainer.optimizer, run.trainer.checkpoint_activations) == ("adamw_8bit", 1)
+    assert run.trainer.lora.rank == 2
+    with made(ModelConfig.from_hf(setting.config), "cpu") as model:
+        assert trainer.measure(model, setting, "asyncrl recomputed").gradient_norm > 0
+    with pytest.raises(msgspec.ValidationError, match="optimizer"):
+        trainer.trainer_run(msgspec.structs.replace(setting, ours=("trainer.optimizer=sgd",)), "asyncrl kept")
 
 
 def test_operations_are_counted_as_said() -> None:
