@@ -67,6 +67,11 @@ def parameters(model: ModelConfig) -> int:
     return _outside(model) + model.layers * _layer(model)
 
 
+def critic_parameters(model: ModelConfig) -> int:
+    """A body without an output matrix, and a head with one output."""
+    return parameters(model.without_output()) + model.hidden_size
+
+
 def _outside(model: ModelConfig) -> int:
     """Embeddings, output matrix and the last norm."""
     return model.vocabulary * model.hidden_size * (1 if model.tied_embeddings else 2) + model.hidden_size
@@ -96,7 +101,7 @@ def training_memory(
     """With so many layers computed again in the backward."""
     narrow = run.trainer.dtype == "bf16"
     held = _held(run, model, narrow=narrow)
-    critic = 0 if run.algorithm.critic_rate is None else parameters(model)
+    critic = 0 if run.algorithm.critic_rate is None else critic_parameters(model)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
     ends = 3 * FLOAT * model.hidden_size + 2 * (BF16 if narrow else FLOAT) * model.head_dim
     layer = layer_bytes(model, batch.spread, narrow=narrow, compiled=compiled)
