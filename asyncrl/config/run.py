@@ -276,6 +276,11 @@ def _check_signal(run: Run) -> None:
             "rollout.temperature=0 always takes the likeliest token: all samples of a group are the same, and nothing "
             "can be learned from them; set rollout.temperature=1 (evaluations measure greedy decoding in any case)"
         )
+    if run.rollout.top_k == 1:
+        raise ConfigError(
+            "rollout.top_k=1 always takes the likeliest token, which then has probability 1: nothing can be learned from "
+            "it; set rollout.top_k=0 for all tokens, or 2 and more"
+        )
     if run.rollout.group_size == 1 and run.algorithm.compares_within_group:
         members: tuple[type[AlgorithmBase], ...] = get_args(Algorithm)
         able = [each() for each in members if each.needs_advantages]

@@ -72,6 +72,7 @@ def test_derived_numbers() -> None:
             "rollout.temperature=0 always takes the likeliest token: all samples of a group are the same, and nothing "
             "can be learned from them; set rollout.temperature=1",
         ),
+        ({"rollout": {"top_k": 1}}, "rollout.top_k=1 always takes the likeliest token"),
         (
             {"rollout": {"group_size": 1}},
             "rollout.group_size=1 gives algorithm=grpo nothing to compare a sample with: every advantage is 0 and "
