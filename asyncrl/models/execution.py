@@ -44,7 +44,9 @@ class Execution(NamedTuple):
 
 
 def _recompute(run: LayerForward, layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
-    again = partial(run, layer, rotate=rotate, index=index, attend=attend)
+    def again(x_T_E: Tensor) -> Tensor:
+        return run(layer, x_T_E, rotate, index, attend)
+
     return cast(Tensor, checkpoint(again, x_T_E, use_reentrant=False, preserve_rng_state=False))
 
 

@@ -256,7 +256,8 @@ class AdamW(torch.optim.Optimizer):
         return found
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """No closure is called: there are gradients already."""
         for parameter in self._parameters:
             if (gradient := self.gradient(parameter)) is None:
                 continue
@@ -282,7 +283,8 @@ class AdamW(torch.optim.Optimizer):
     def _rates(self, step: int) -> Rates:
         group, (beta1, beta2, _) = self.param_groups[0], self._betas
         numbers = group["lr"], 1 - group["lr"] * group["weight_decay"], 1 - beta1**step, (1 - beta2**step) ** 0.5
-        return Rates(*map(torch.tensor, numbers), torch.tensor(step))
+        lr, shrink, bias1, bias2_root = map(torch.tensor, numbers)
+        return Rates(lr, shrink, bias1, bias2_root, torch.tensor(step))
 
 
 def _pieces(parameter: nn.Parameter, gradient: Tensor, state: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
@@ -302,7 +304,7 @@ def _host(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
     found = torch.zeros(numel, dtype=dtype)
     if device.type == "cuda" and numel:
         # Not pin_memory, which rounds sizes up to powers of two.
-        code = torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.nbytes, 0)
+        code = cast(Any, torch.cuda.cudart()).cudaHostRegister(found.data_ptr(), found.nbytes, 0)
         if int(code):
             raise RuntimeError(f"trainer.offload cannot pin {found.nbytes} bytes of host memory (CUDA error {code})")
     return found
