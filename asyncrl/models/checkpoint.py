@@ -15,6 +15,8 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
 
 WEIGHTS = "model.safetensors"
+SHARD_BYTES = 5_000_000_000
+"""Of one file at most, as Hugging Face has it."""
 
 
 def load_model(
@@ -64,12 +66,39 @@ def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
 
 
 def save_model(model: Decoder, directory: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Write `config.json` and `model.safetensors`: the model's own tensors, unless others are given for them."""
+    """Write `config.json` and `model.safetensors`: the model's own tensors, unless others are given for them.
+
+    Big models are written in shards, as Hugging Face's are: only one is in the host's memory at a time.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    saved = {name: tensor.cpu() for name, tensor in tensors or hf_tensors(model)}
-    save_config(model, directory, saved["model.norm.weight"].dtype)
-    save_file(saved, directory / WEIGHTS, metadata={"format": "pt"})
+    shards: list[list[str]] = []
+    dtype = torch.float32
+    for shard in _shards(tensors or hf_tensors(model)):
+        dtype = next(iter(shard.values())).dtype
+        save_file(shard, directory / f"{WEIGHTS}.{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(shard))
+    save_config(model, directory, dtype)
+    if len(shards) == 1:
+        (directory / f"{WEIGHTS}.0").rename(directory / WEIGHTS)
+        return
+    files = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    for number, file in enumerate(files):
+        (directory / f"{WEIGHTS}.{number}").rename(directory / file)
+    found = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    (directory / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": found}, indent=2))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.cpu()
+        size += tensor.nbytes
+    yield shard
 
 
 def save_config(model: Decoder, directory: Path, dtype: torch.dtype) -> None:

@@ -81,7 +81,13 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
         trainer = PROCESS + self.offloaded if trains_on_gpu(run) else self.trainer
         rollout = PROCESS if has_gpu() and engine_share(run) else self.rollout
-        return trainer + run.rollout.replicas * rollout + VERSIONS * self.published
+        return trainer + run.rollout.replicas * rollout + self.shared_memory(run)
+
+    def shared_memory(self, run: Run) -> int:
+        """Of the machine, for weights on their way; `auto` sends them over the card where all are on one."""
+        on_card = trains_on_gpu(run) and engine_share(run) > 0
+        used = run.weights.transport == "shared_memory" or (run.weights.transport == "auto" and not on_card)
+        return VERSIONS * self.published if used else 0
 
 
 class Card(NamedTuple):

@@ -167,10 +167,11 @@ def _room(run: Run, required: Needs) -> Iterator[str]:
             f"this machine has {size(memory)} of memory and the run needs about {size(required.host(run))}: take a "
             "smaller model, or lower engine.max_batch, trainer.token_budget or rollout.replicas"
         )
-    if SHARED_MEMORY.is_dir() and 2 * required.published > (shared := shutil.disk_usage(SHARED_MEMORY).free):
+    needed = required.shared_memory(run)
+    if SHARED_MEMORY.is_dir() and needed > (shared := shutil.disk_usage(SHARED_MEMORY).free):
         yield (
-            f"{SHARED_MEMORY} has {size(shared)} free and two versions of the weights take "
-            f"{size(2 * required.published)}: enlarge it (docker: --shm-size)"
+            f"{SHARED_MEMORY} has {size(shared)} free and two versions of the weights take {size(needed)}: enlarge it "
+            "(docker: --shm-size)"
         )
 
 

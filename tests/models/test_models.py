@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointError
+from asyncrl.models import checkpoint
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
@@ -139,6 +140,24 @@ def test_sharded_checkpoint_loads(tmp_path: Path) -> None:
     assert (tmp_path / "many" / "model.safetensors.index.json").is_file()
     whole, sharded = (dict(hf_tensors(load_model(tmp_path / name)[0])) for name in ("one", "many"))
     assert all(torch.equal(tensor, sharded[name]) for name, tensor in whole.items())
+
+
+def test_a_big_model_is_written_in_shards_that_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = tiny_checkpoint(tmp_path / "theirs")
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    model, _ = load_model(tmp_path / "theirs")
+    save_model(model, tmp_path / "ours")
+    files = sorted(path.name for path in (tmp_path / "ours").iterdir())
+    count = len(files) - 2
+    assert count > 2
+    shards = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    assert files == ["config.json", *shards, "model.safetensors.index.json"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in reference.state_dict().items())
+    again = dict(hf_tensors(load_model(tmp_path / "ours")[0]))
+    assert all(torch.equal(again[name], tensor) for name, tensor in hf_tensors(model))
 
 
 def test_positions_stay_exact_in_bf16(tmp_path: Path) -> None:

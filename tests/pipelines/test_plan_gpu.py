@@ -8,6 +8,7 @@ import pytest
 from asyncrl.config import Checkpoint, Rollout, Run, Trainer
 from asyncrl.config.engine import FakeEngine, NativeEngine, VllmEngine
 from asyncrl.config.task import JsonlTask
+from asyncrl.config.weights import Weights
 from asyncrl.system import devices
 from pipelines.cli import main
 from pipelines.plan import estimate
@@ -56,6 +57,18 @@ def test_the_card_by_hand(gpu: None, model: Path) -> None:
     assert required.training == required.optimizer + required.activations
     trainer = required.training + (600 << 20) + 2 * required.published
     assert card(run, required) == Card(24 * GIB, trainer, 12 * GIB)
+
+
+def test_weights_that_go_over_the_card_take_no_shared_memory(gpu: None, model: Path) -> None:
+    def shared(**changes: object) -> int:
+        run = _run(model, **changes)
+        return needs(run, model_config(run), 100).shared_memory(run)
+
+    assert shared() == 0
+    assert shared(weights=Weights(transport="cuda_ipc")) == 0
+    assert shared(weights=Weights(transport="file")) == 0
+    assert shared(weights=Weights(transport="shared_memory")) == 2 * 2 * COUNT
+    assert shared(trainer=Trainer(dtype="bf16", device="cpu")) == 2 * 2 * COUNT
 
 
 def test_a_budget_below_a_group_splits_it(model: Path) -> None:
