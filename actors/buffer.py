@@ -126,7 +126,15 @@ class BufferActor:
 
     async def take(self, min_groups: int, max_groups: int, timeout_s: float) -> Delivery:
         """Complete groups for the present step; in a replay, the recorded delivery at once."""
-        delivery = await self._until(lambda: self._store.take(max_groups, min_groups), timeout_s)
+
+        def ready() -> Delivery | None:
+            dropped = self._store.ledger().dropped
+            delivery = self._store.take(max_groups, min_groups)
+            if self._store.ledger().dropped != dropped:  # stale ones, which leave room for others
+                self._changed.notify_all()
+            return delivery
+
+        delivery = await self._until(ready, timeout_s)
         if delivery is None:
             raise StallError(f"nothing to train on within {timeout_s:g} s: {self._situation()}")
         return delivery

@@ -59,6 +59,7 @@ class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     groups_per_step: int
     max_staleness: int
+    """Of a resumed run it may be less than the bound that it began with."""
     group_timeout_s: float
     max_bytes: int
     sample_bytes: int
@@ -262,8 +263,8 @@ class Ledger:
 
     def apply(self, event: Event) -> None:
         match event:
-            case Begun():
-                pass
+            case Begun(max_staleness=bound):
+                self.bound = bound
             case Admitted():
                 self._admit(event)
             case Renewed(group, deadline):

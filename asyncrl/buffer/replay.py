@@ -12,7 +12,9 @@ again, the state is the one at the kill. Nothing is written in the meantime, so 
 from collections import defaultdict, deque
 from typing import NamedTuple, TypeVar
 
-from asyncrl.buffer.journal import Admitted, Advanced, Committed, Delivered, Dropped, Journal, Record, Stored
+import msgspec
+
+from asyncrl.buffer.journal import Admitted, Advanced, Begun, Committed, Delivered, Dropped, Journal, Record, Stored
 from asyncrl.buffer.ledger import Ledger, LedgerRules
 from asyncrl.buffer.log import Log
 from asyncrl.buffer.payloads import Payloads
@@ -79,10 +81,16 @@ def read_history(journal: Journal, log: Log | None, payloads: Payloads, rules: L
 
 
 def _check_rules(records: list[Record], rules: LedgerRules) -> None:
-    """The arithmetic of the journal only holds under the rules it was written with."""
-    if records and records[0] != rules.begun:
+    """The arithmetic of the journal only holds under the rules it was written with. A tighter bound of staleness is a
+    change that it has records for."""
+    if not records:
+        return
+    begun = records[0]
+    bound = begun.max_staleness if isinstance(begun, Begun) and rules.max_staleness <= begun.max_staleness else -1
+    if begun != msgspec.structs.replace(rules.begun, max_staleness=bound):
         raise ConfigError(
-            f"the buffer was begun with {records[0]} and cannot go on with {rules.begun}; resume with the same settings"
+            f"the buffer was begun with {begun} and cannot go on with {rules.begun}; resume with the same settings, or "
+            "with a lower max_staleness"
         )
 
 

@@ -154,6 +154,7 @@ class TrajectoryBuffer:
     def reissue(self, now: float, of: Collection[int] | None = None) -> list[Ticket]:
         """New tickets, with new deadlines, for what is missing of all groups, or of some, whose process was killed."""
         self._require_live("reissue")
+        self.limit(self._ledger.bound)  # that of the run may be tighter now
         among = self._ledger.waiting if of is None else [group for group in of if group in self._ledger.waiting]
         groups = [group for group in among if not self._ledger.complete(group)]
         self._journaled.record(*(Renewed(group, now + self._rules.group_timeout_s) for group in groups))

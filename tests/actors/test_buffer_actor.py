@@ -67,6 +67,33 @@ def test_take_wakes_when_a_group_is_complete(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_admit_wakes_when_stale_groups_are_dropped(tmp_path: Path) -> None:
+    """As a run has them that was resumed with a lower bound."""
+
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.admit(1.0)
+        await fill(buffer, 0, 1, 2, 3)
+        await buffer.take(2, 2, timeout_s=1)
+        await buffer.commit(0)
+        await buffer.close()
+        resumed = make(tmp_path, max_staleness=0, restore_step=1)
+        await resumed.advance(1)
+        assert await resumed.reissue() == []
+        async with asyncio.TaskGroup() as tasks:
+            admitting = tasks.create_task(resumed.admit(timeout_s=60))
+            await settle()
+            assert not admitting.done()
+            taking = tasks.create_task(resumed.take(1, 2, timeout_s=60))
+            await settle()
+            assert [ticket.group for ticket in admitting.result()] == [4, 5]
+            await resumed.append([payload(4, sample, version=1) for sample in range(2)])
+        assert taking.result() == Delivery(step=1, groups=(4,))
+        assert (await resumed.ledger()).dropped == {"stale": 4}
+
+    asyncio.run(scenario())
+
+
 def test_admit_wakes_when_a_new_version_is_published(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer = make(tmp_path, max_staleness=0)

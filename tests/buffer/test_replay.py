@@ -11,6 +11,7 @@ import pytest
 from asyncrl.buffer.reader import verify
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.data.arrow import encode
+from asyncrl.errors import ConfigError
 from asyncrl.types import Delivery, Slot, Ticket
 from tests.support.buffer_stores import open_buffer, payload, trajectory
 
@@ -269,3 +270,48 @@ def test_an_uninformative_group_stays_dropped_after_a_kill(tmp_path: Path) -> No
     early = open_buffer(pending, restore_step=0, max_staleness=0, drop_uninformative=True)
     assert early.expire(0.0) == (0, 1)
     assert early.ledger().dropped == {"uninformative": 4}
+
+
+def _two_steps(directory: Path) -> None:
+    """Under a bound of 1: one step taken and published, one of version 0 delivered, and groups of version 1 waiting."""
+    buffer = open_buffer(directory)
+    for group in range(4):
+        assert isinstance(buffer.admit(0.0), Ticket)
+        buffer.append_many([payload(group, sample) for sample in range(2)])
+    buffer.take(2, 2)
+    buffer.commit(0)
+    buffer.advance(1)
+    for group in (4, 5):
+        assert isinstance(buffer.admit(0.0), Ticket)
+        buffer.append_many([payload(group, sample, version=1) for sample in range(2)])
+    buffer.take(2, 2)
+    buffer.close()
+
+
+def test_a_resumed_run_may_lower_its_bound(tmp_path: Path) -> None:
+    """What was delivered is delivered again; from then on the tighter bound holds, for groups that wait as well."""
+    _two_steps(tmp_path)
+    buffer = open_buffer(tmp_path, max_staleness=0, restore_step=1)
+    delivery = buffer.take(2, 2)
+    assert delivery == Delivery(step=1, groups=(2, 3), replayed=True)
+    buffer.commit(1)
+    assert buffer.reissue(1.0) == []
+    buffer.advance(2)
+    assert buffer.take(2, 2) is None
+    assert buffer.ledger().dropped == {"stale": 4}
+    assert [buffer.admit(1.0) for _ in range(3)][:2] == [
+        Ticket(group=group, samples=(0, 1), version=2, deadline=11.0) for group in (6, 7)
+    ]
+    assert buffer.ledger().in_flight == 4, "one step's groups and no more"
+    buffer.close()
+    again = open_buffer(tmp_path, max_staleness=0, restore_step=2)
+    assert again.ledger().balanced
+    again.close()
+    assert verify(tmp_path).sound
+
+
+@pytest.mark.parametrize("changes", [{"max_staleness": 2}, {"group_size": 3}, {"groups_per_step": 1}])
+def test_other_rules_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    _two_steps(tmp_path)
+    with pytest.raises(ConfigError, match="resume with the same settings, or with a lower max_staleness"):
+        open_buffer(tmp_path, restore_step=1, **changes)
