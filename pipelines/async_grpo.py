@@ -16,12 +16,14 @@ A resumed run first replays the recorded deliveries, then generation begins.
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from typing import Any
 
 from actors.fleet import Fleet
 from actors.publisher import Published
 from actors.trainer.actor import Accumulated
 from asyncrl.config import Run
+from asyncrl.errors import AsyncRLError, DivergenceError, Fp8Error
 from asyncrl.fleet.staleness import Decision, StalenessController
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
@@ -40,7 +42,7 @@ class AsyncGrpo:
         self._fleet = fleet
         self._task = task
         self._recorder = recorder
-        self._first_step = first_step
+        self._first_step = self._saved = first_step
         self._controller = StalenessController(run.staleness, run.max_staleness)
         for row in recorder.rows:  # a resumed run goes on where the controller was
             self._controller.observe(row)
@@ -128,7 +130,13 @@ class AsyncGrpo:
         await self._published()
         self._recorder.span("wait_sync", begun, step=step)
         begun = time.time()
-        report = await fleet.trainer.step()
+        try:
+            report = await fleet.trainer.step()
+        except Fp8Error:  # the run starts again by itself
+            raise
+        except DivergenceError:
+            await self._save_before(step)
+            raise
         self._recorder.span("update", begun, step=step)
         await fleet.buffer.commit(step)
         pace = self._controller.observe(report.figures)
@@ -175,17 +183,29 @@ class AsyncGrpo:
     async def _after_step(self, steps_done: int) -> None:
         every, ends = self._run.checkpoint.every, steps_done == self._run.steps
         if (self._run.checkpoint.last and ends) or (every and steps_done % every == 0):
-            await self._published()
-            self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
-            begun = time.time()
-            await self._fleet.trainer.save()
-            await self._recorder.learned(self._fleet)
-            if self._fleet.drafter is not None:
-                await self._fleet.drafter.save()
-            self._recorder.span("checkpoint", begun, step=steps_done)
+            await self._save(steps_done)
         if self._evaluates_after(steps_done) and steps_done < self._run.steps:
             await self._published()
             await self._evaluate(steps_done)
+
+    async def _save(self, steps_done: int) -> None:
+        await self._published()
+        self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
+        begun = time.time()
+        await self._fleet.trainer.save()
+        self._saved = steps_done
+        await self._recorder.learned(self._fleet)
+        if self._fleet.drafter is not None:
+            await self._fleet.drafter.save()
+        self._recorder.span("checkpoint", begun, step=steps_done)
+
+    async def _save_before(self, step: int) -> None:
+        """The weights before a step that was refused: with other settings a resumed run goes on from there, and takes
+        no step again that was taken with the old ones."""
+        if step == self._saved or not (self._run.checkpoint.every or self._run.checkpoint.last):
+            return
+        with suppress(AsyncRLError, OSError):  # why the run stops is worth more than the checkpoint
+            await self._save(step)
 
     def _evaluates_after(self, steps_done: int) -> bool:
         every = self._run.evaluation.every

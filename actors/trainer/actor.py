@@ -73,10 +73,12 @@ class TrainerActor:
         self._checkpoints = checkpoints
         self._buffer = buffer
         self._learner = Learner(model_path, run, None if seat is None else _join(run, seat))
-        self._guardrails = Guardrails(run.sentinel, run.rollout.precision)
+        self._guardrails = Guardrails(run.sentinel, run.rollout.precision, str(checkpoints.parent))
         self._fp8 = Fp8Publication(run, self._learner.model_config)
         self._writer = self._make_writer()
         self._consumed: list[int] = []
+        self._accumulated: list[int] = []
+        """Groups of the step under way, which a checkpoint has only once it is taken."""
         self._samples_trained = 0
         self._busy = BusyFlag(busy) if busy is not None else None
         self._activity = Activity()
@@ -135,7 +137,7 @@ class TrainerActor:
         with self._at_work(), self._activity.doing(f"forward and backward for step {delivery.step}"):
             self._learner.accumulate(groups)
         self._send_hidden()
-        self._consumed.extend(delivery.groups)
+        self._accumulated.extend(delivery.groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         self._fp8.see(trajectory.tokens for trajectory in trajectories)
         return Accumulated(
@@ -154,9 +156,10 @@ class TrainerActor:
 
     async def step(self) -> StepReport:
         with self._at_work(), self._activity.doing(f"the update after version {self._learner.version}"):
-            report = self._learner.step()
+            report = self._learner.step(self._guardrails.check)
         self._send_hidden()
-        report = self._guardrails.check(report)
+        self._consumed += self._accumulated
+        self._accumulated = []
         self._samples_trained += report.samples
         return report
 

@@ -119,6 +119,9 @@ class Sentinel(Settings, frozen=True):
     engines again without FP8, from the last checkpoint."""
     max_skipped: Positive = 3
     """Steps in a row whose loss or gradient is not finite."""
+    skip_steps: tuple[Positive, ...] = ()
+    """Steps to leave out, counted from 1: their samples count as consumed, and the weights stay what they were. For a
+    run that stopped at such a step and is resumed."""
 
 
 class Buffer(Settings, frozen=True):
@@ -278,8 +281,8 @@ def _check_signal(run: Run) -> None:
         )
     if run.rollout.top_k == 1:
         raise ConfigError(
-            "rollout.top_k=1 always takes the likeliest token, which then has probability 1: nothing can be learned from "
-            "it; set rollout.top_k=0 for all tokens, or 2 and more"
+            "rollout.top_k=1 always takes the likeliest token, which then has probability 1: nothing can be learned "
+            "from it; set rollout.top_k=0 for all tokens, or 2 and more"
         )
     if run.rollout.group_size == 1 and run.algorithm.compares_within_group:
         members: tuple[type[AlgorithmBase], ...] = get_args(Algorithm)

@@ -35,20 +35,27 @@ def alarms(figures: Mapping[str, float]) -> tuple[str, ...]:
 class Guardrails:
     """Stops a run that cannot recover by itself."""
 
-    def __init__(self, settings: Sentinel, precision: str) -> None:
-        """`precision` is that of rollouts: one that started again without FP8 may still meet answers in FP8."""
+    def __init__(self, settings: Sentinel, precision: str, directory: str = "RUN") -> None:
+        """`precision` is that of rollouts: one that started again without FP8 may still meet answers in FP8.
+        `directory` is the run's, for what is said about resuming it."""
         self._settings, self._in_fp8 = settings, precision.startswith("fp8")
+        self._directory, self._resume = directory, f"asyncrl resume {directory}"
         self._skipped = 0
         self.fell_back = False
         """Whether FP8 was left: no version after it is published in FP8."""
 
     def check(self, report: StepReport) -> StepReport:
-        """The report, with an alarm where the run goes on without FP8; DivergenceError where it cannot go on."""
+        """The report of a step not yet taken, with an alarm where the run goes on without FP8; DivergenceError where it
+        cannot go on. Steps that the settings leave out are not judged."""
+        if report.version in self._settings.skip_steps:
+            return report
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped >= self._settings.max_skipped:
             raise DivergenceError(
                 f"{self._skipped} steps in a row were skipped, the last because {report.fault}; the weights are those "
-                f"of version {report.version - self._skipped}; lower trainer.lr, or look at these samples"
+                f"of version {report.version - self._skipped}. Look at these samples: if they are at fault, "
+                f"`{self._resume}` continues after them; if the weights are, begin a new run from older ones, with "
+                f"model=checkpoint model.path={self._directory}/checkpoints/step-N and a lower trainer.lr"
             )
         kl, bound = report.figures["mismatch_kl"], self._settings.max_kl
         if bound and abs(kl) > bound:
@@ -59,10 +66,20 @@ class Guardrails:
             )
             raise DivergenceError(
                 f"step {report.version}: mismatch_kl={kl:.3g} is past sentinel.max_kl={bound:g} ({shares}; ess "
-                f"{report.figures['ess']:.2g}). A gap that grows with age is staleness: lower max_staleness or "
-                "trainer.lr; one at age 0 is a difference between engine and trainer: check precision and sampling"
+                f"{report.figures['ess']:.2g}). The step was not taken. {self._advice(report.version)}"
             )
         return report
+
+    def _advice(self, step: int) -> str:
+        """What `resume` takes."""
+        skipped = ",".join(map(str, sorted({*self._settings.skip_steps, step})))
+        precision = "use rollout.precision=bf16" if self._in_fp8 else "compare engine and trainer"
+        return (
+            "A gap that grows with age is staleness: lower trainer.lr or max_staleness; one at age 0 is a difference "
+            f"between engine and trainer: {precision}. Continue without these samples and with what you changed: "
+            f"`{self._resume} 'sentinel.skip_steps=[{skipped}]' trainer.lr=...`; or train on them: "
+            f"`{self._resume} sentinel.max_kl=...`"
+        )
 
     def _fall_back(self, report: StepReport, kl: float) -> StepReport:
         """Said once; answers that were begun in FP8 may still come, and do not stop the run."""

@@ -7,7 +7,7 @@ An algorithm whose advantages depend on the whole step only collects its groups,
 Of several ranks each has a learner, which is given all groups and works on its own share of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Caution, Corrected
 from asyncrl.config import Run
 from asyncrl.config.trainer import Trainer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.models import lora
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
@@ -162,6 +162,8 @@ class Learner:
         """Forward and backward; gradients add up until `step`."""
         self._samples += sum(len(group.trajectories) for group in groups)
         self._tokens += sum(t.sampled_tokens for group in groups for t in group.trajectories)
+        if self._left_out:
+            return
         if self._entry.whole_step:
             self._held.extend(groups)
         else:
@@ -175,6 +177,11 @@ class Learner:
             batches = credit.assign(batches)
         for batch in batches if self._trains_policy else ():
             self._backward(batch)
+
+    @property
+    def _left_out(self) -> bool:
+        """Whether the settings say that nothing is learned from this step."""
+        return self.version + 1 in self._run.sentinel.skip_steps
 
     @property
     def _trains_policy(self) -> bool:
@@ -247,32 +254,50 @@ class Learner:
         for name, value in sums.items():
             self._counted[name] = self._counted.get(name, 0.0) + value
 
-    def step(self) -> StepReport:
-        """One optimizer update from everything accumulated since the last."""
+    def step(self, guard: Callable[[StepReport], StepReport] | None = None) -> StepReport:
+        """One optimizer update from everything accumulated since the last. `guard` sees the report before anything
+        changes: where it raises, weights, optimizer and version stay what they were, and can be saved."""
         if self._held:
             self._learn(self._held)
         self._sums = {name: float(value) for name, value in self._counted.items()}
         self._off_policy = most_off_policy(self._ratios)
         self._combine_ranks()
-        norm = self._gradient() if self._trains_policy else 0.0
+        if self._left_out:
+            self._fault = "sentinel.skip_steps names it"
+        trains = self._trains_policy and not self._left_out
+        norm = self._gradient() if trains else 0.0
         if not self._fault and not np.isfinite(norm):
             self._fault = f"the gradient of {self._samples} samples is not finite"
-        found = figures(self._observed)
+        found, least = figures(self._observed), self.caution.least
         found["lr_scale"] = self.caution.scale(found["drift"], late=late(self._observed))
-        if self._trains_policy and self._algorithm.needs_advantages:
+        if trains and self._algorithm.needs_advantages:
             found["informative_fraction"] = self._sums.get("informative", 0.0) / max(self._samples, 1)
-        if self._trains_policy and not self._fault:  # else weight decay would move it, and momentum begin to count
+        report = self._report(norm, found)
+        try:
+            report = report if guard is None else guard(report)
+        except AsyncRLError:
+            self._drop_step(least)
+            raise
+        if trains and not self._fault:  # else weight decay would move it, and momentum begin to count
             rate = learning_rate(self._settings, self.version, self._run.steps)
             self.optimizer.param_groups[0]["lr"] = rate * found["lr_scale"]
             self.optimizer.step()
         if self.critic is not None:
-            self._sums |= self.critic.step(self._tokens, frozen=bool(self._fault))
+            report.figures.update(self.critic.step(self._tokens, frozen=bool(self._fault)))
+        if self.device.type == "cuda":
+            report.figures["trainer_peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self.device))
         self.version += 1
-        report = self._report(norm, found)
         self._reset()
         if self.hidden is not None:
             self.hidden.begin_step(self.version)
         return report
+
+    def _drop_step(self, least: float) -> None:
+        """Forget what was accumulated, and what the step has shown."""
+        self.caution.least = least
+        if self.critic is not None:
+            self.critic.step(self._tokens, frozen=True)
+        self._reset()
 
     def _combine_ranks(self) -> None:
         """From here on every rank has the figures of the whole step."""
@@ -313,11 +338,8 @@ class Learner:
         measured = max(sum(part.columns_5_L.shape[1] for part in self._observed), 1)
         found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
         found |= {name: self._sums[name] / measured for name in MEANS if name in self._sums}
-        found |= {name: value for name, value in self._sums.items() if name.startswith("critic_")}
-        if self.device.type == "cuda":
-            found["trainer_peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self.device))
         return StepReport(
-            version=self.version,
+            version=self.version + 1,
             samples=self._samples,
             tokens=self._tokens,
             loss=self._loss / self._denominator(),
