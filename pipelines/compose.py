@@ -59,7 +59,7 @@ def changed(run: Run, overrides: Sequence[str], *, allowed: Sequence[str]) -> Ru
     for text in overrides:
         override = OverridesParser.create().parse_override(text)
         part, _, field = override.key_or_group.partition(".")
-        if part not in allowed:
+        if part not in allowed and override.key_or_group not in allowed:
             raise ConfigError(f"{text} cannot be changed here; {', '.join(allowed)} can, and their fields")
         if field:
             _set(raw[part], field.split("."), override.value())

@@ -120,11 +120,12 @@ class Pipeline:
 
         return self._execute(lambda: train(self.config))
 
-    def resume(self) -> Result:
-        """Continue a run of this name that was stopped or killed, with the settings that it was started with."""
+    def resume(self, *overrides: str) -> Result:
+        """Continue a run of this name that was stopped or killed, with the settings that it was started with, but for
+        the `overrides`, such as "trainer.lr=1e-6"."""
         from pipelines.train import resume
 
-        return self._execute(lambda: resume(self.directory))
+        return self._execute(lambda: resume(self.directory, overrides))
 
     def _execute(self, work: Callable[[], int]) -> Result:
         if (file := loaded_file()) is not None:

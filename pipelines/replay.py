@@ -7,7 +7,7 @@ recorded deliveries, in order -> Learner.accumulate -> Learner.step -> digest ag
 import asyncio
 import io
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,8 +33,9 @@ from asyncrl.training.report import StepReport
 from asyncrl.types import Group, Trajectory
 from asyncrl.user_code.pool import check_function
 from asyncrl.weights.manifest import digest_tensors
-from pipelines.compose import changed, from_yaml, to_yaml
+from pipelines.compose import changed, to_yaml
 from pipelines.evaluate import Scores, evaluate
+from pipelines.recording import earlier_settings
 
 Row = dict[str, Any]
 
@@ -62,7 +63,9 @@ def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, hel
     With `out`, that directory is filled like a run's: config.yaml, metrics.parquet, summary.json and model/.
     """
     source = RunDirectory.open(path)
-    run = changed(from_yaml(source.config), overrides, allowed=("algorithm", "correction", "trainer"))
+    allowed = ("algorithm", "correction", "trainer")
+    settings = {first: changed(run, overrides, allowed=allowed) for first, run in earlier_settings.by_step(source)}
+    run = settings[max(settings)]
     saved = checkpoint.numbered(source.checkpoints)
     if not saved:
         raise CheckpointError(f"{path} has no checkpoint yet: there is nothing that a replay could be compared with")
@@ -71,7 +74,7 @@ def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, hel
     start = _start(run, source)
     with TemporaryDirectory() as scratch:
         target = _directory(out) if out else RunDirectory(Path(scratch))
-        done, rows = _train(run, source, start, target.model, saved[-1])
+        done, rows = _train(settings, source, start, target.model, saved[-1])
         _record(target, run, rows)
         _write_summary(target, source, done, rows)  # before the evaluation, whose failure must not cost the training
         if held_out:
@@ -104,16 +107,23 @@ def _directory(out: Path) -> RunDirectory:
 
 
 def _train(
-    run: Run, source: RunDirectory, start: Path, model: Path, newest: tuple[int, Path]
+    settings: Mapping[int, Run], source: RunDirectory, start: Path, model: Path, newest: tuple[int, Path]
 ) -> tuple[Replayed, list[Row]]:
-    """Take the steps and save the weights under `model`, with the tokenizer of the start."""
+    """Take the steps, with the settings from each first step on, and save the weights under `model`, with the tokenizer
+    of the start."""
     steps, recorded = newest
+    run = settings[0]
     torch.set_num_threads(run.trainer.threads)  # sums are taken in another order with other threads
     learner = Learner(start, run)
     rows: list[Row] = []
-    for row in _steps(learner, source.trajectories, steps, run.rollout.group_size):
-        rows.append(row)
-        print(_line(steps, row), flush=True)
+    groups = _Groups(read_run(source.trajectories), run.rollout.group_size)
+    for step, deliveries in read_deliveries(source.trajectories).items():
+        if step >= steps:
+            break
+        if step and step in settings:
+            learner = _resumed(learner, start, settings[step])
+        rows.append(_step(learner, step, [[groups.take(number) for number in numbers] for numbers in deliveries]))
+        print(_line(steps, rows[-1]), flush=True)
     save_model(learner.model, model, learner.tensors())
     for name in checkpoint.KEPT_BESIDE_WEIGHTS:
         if (start / name).is_file():
@@ -127,18 +137,23 @@ def _train(
     return done, rows
 
 
-def _steps(learner: Learner, trajectories: Path, steps: int, group_size: int) -> Iterator[Row]:
-    source = _Groups(read_run(trajectories), group_size)
-    for step, deliveries in read_deliveries(trajectories).items():
-        if step >= steps:
-            return
-        trained: list[Trajectory] = []
-        for numbers in deliveries:
-            groups = [source.take(number) for number in numbers]
-            learner.accumulate(groups)
-            trained.extend(trajectory for group in groups for trajectory in group.trajectories)
-        ages = [max(0, learner.version - trajectory.oldest_version) for trajectory in trained]
-        yield _row(step, learner.step(), trained, ages)
+def _resumed(learner: Learner, start: Path, run: Run) -> Learner:
+    """As the run itself was resumed with these settings."""
+    manifest = checkpoint.TrainingManifest(step=learner.version, samples_trained=0, consumed=())
+    with TemporaryDirectory() as scratch:
+        saved = checkpoint.save(learner, Path(scratch), manifest, model_path=start, keep=1)
+        found = Learner(start, run)
+        checkpoint.restore(found, saved)
+    return found
+
+
+def _step(learner: Learner, step: int, deliveries: Sequence[Sequence[Group]]) -> Row:
+    trained: list[Trajectory] = []
+    for groups in deliveries:
+        learner.accumulate(groups)
+        trained.extend(trajectory for group in groups for trajectory in group.trajectories)
+    ages = [max(0, learner.version - trajectory.oldest_version) for trajectory in trained]
+    return _row(step, learner.step(), trained, ages)
 
 
 def _row(step: int, report: StepReport, trained: Sequence[Trajectory], ages: Sequence[int]) -> Row:

@@ -3,6 +3,8 @@
 The same two functions serve the command line and Python: `train(run)` and `resume(directory)`.
 """
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import msgspec
 
 from actors.fleet import write_pid_file
 from actors.runtime.spawn import Spawner, cluster
+from asyncrl.buffer.log import lock_directory
 from asyncrl.config import Run
 from asyncrl.config import trackers as tracking
 from asyncrl.config.precision import without_fp8
@@ -22,16 +25,22 @@ from asyncrl.tasks.registry import make_task
 from asyncrl.training import checkpoint
 from asyncrl.types import Prompt
 from pipelines.async_grpo import AsyncGrpo
-from pipelines.compose import from_yaml, to_yaml
+from pipelines.compose import changed, from_yaml, to_yaml
 from pipelines.fleet import cluster_offer
 from pipelines.fleet.place import place
 from pipelines.plan import preflight
-from pipelines.recording import summary
+from pipelines.recording import earlier_settings, summary
 from pipelines.recording.notebook import make_progress
 from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
 from pipelines.supervision.thread_runner import run_loop
 from pipelines.supervision.watchdog import Watchdog
+
+RESUMABLE = (
+    *("max_staleness", "staleness", "correction", "sentinel", "checkpoint", "recovery", "rollout.precision"),
+    *(f"trainer.{name}" for name in ("lr", "warmup_steps", "decay_steps", "grad_clip")),
+)
+"""What a resumed run may change. Recorded samples fix the rest: how they were sampled, and in what groups."""
 
 
 def prepare_head(run: Run, directory: RunDirectory, model_path: Path) -> Run:
@@ -60,23 +69,52 @@ def train(run: Run) -> int:
     return _run(run, directory, resumed=False)
 
 
-def resume(path: Path) -> int:
-    """Continue a stopped or killed run from its directory; returns the exit code."""
+def resume(path: Path, overrides: Sequence[str] = ()) -> int:
+    """Continue a stopped or killed run from its directory, perhaps with some settings changed from its newest
+    checkpoint on; returns the exit code."""
     directory = RunDirectory.open(path)
     if summary.kind(directory) == "replay":
         raise ConfigError(f"{path} was written by a replay and has nothing to resume; replay into another directory")
-    run = from_yaml(directory.config)
+    run = _changed(from_yaml(directory.config), overrides)
     for problem in tracking.problems(run.trackers, run.cluster):
         raise MissingDependencyError(problem)
     directory.close_to_others()
-    return _run(run, directory, resumed=True)
+    _keep_settings(run, directory, changes=bool(overrides))
+    return _run(run, directory, resumed=True, changes=overrides)
 
 
-def _run(run: Run, directory: RunDirectory, *, resumed: bool) -> int:
+def _keep_settings(run: Run, directory: RunDirectory, *, changes: bool) -> None:
+    """Write down which settings hold from the newest checkpoint on, and which did before; not those of a live run."""
+    saved = checkpoint.numbered(directory.checkpoints)
+    with owner_only():
+        lock = lock_directory(directory.trajectories)
+        try:
+            earlier_settings.keep(directory, saved[-1][0] if saved else 0, changes=changes)
+            if changes:
+                replace(directory.config, to_yaml(run).encode())
+        finally:
+            os.close(lock)
+
+
+def _changed(run: Run, overrides: Sequence[str]) -> Run:
+    if not overrides:
+        return run
+    found = changed(run, overrides, allowed=RESUMABLE)
+    if found.max_staleness > run.max_staleness:
+        raise ConfigError(
+            f"max_staleness={found.max_staleness}: samples of this run were admitted under max_staleness="
+            f"{run.max_staleness}; a resumed run can lower it, not raise it"
+        )
+    return found
+
+
+def _run(run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[str] = ()) -> int:
     with owner_only(), make_progress(run) as progress:
         progress.say(f"run directory {directory.path}")
         attempt = _Attempt(run, directory, progress, resumed=resumed)
         attempt.recorder.event("environment", found=environment())
+        if changes:
+            attempt.recorder.changed(changes)
         try:
             model_path = _model(run, directory, progress)
             run = prepare_head(run, directory, model_path)

@@ -31,6 +31,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
+        self.earlier_settings = path / "earlier_settings"
         self.summary = path / "summary.json"
         self.metrics = path / "metrics.parquet"
         self.events = path / "events.jsonl"

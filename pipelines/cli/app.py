@@ -52,7 +52,7 @@ def _execute(options: argparse.Namespace) -> int:
         case "report" | "trace" | "top" | "query" | "doctor":
             return _look(options)
         case _:
-            return _resume(options.run)
+            return _resume(options.run, options.overrides)
 
 
 def _run(overrides: Sequence[str]) -> int:
@@ -89,10 +89,10 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _resume(directory: Path) -> int:
+def _resume(directory: Path, overrides: Sequence[str]) -> int:
     from pipelines.train import resume
 
-    return resume(directory)
+    return resume(directory, overrides)
 
 
 def _replay(directory: Path, overrides: Sequence[str], out: Path | None, *, held_out: bool) -> int:
@@ -145,7 +145,7 @@ def _submit(options: argparse.Namespace) -> int:
     if options.stop:
         return submit.stop(options.cluster, options.stop)
     if options.resume:
-        return submit.resume(options.cluster, options.resume, down=options.down)
+        return submit.resume(options.cluster, options.resume, options.overrides, down=options.down)
     return submit.submit(options.cluster, options.overrides, down=options.down)
 
 

@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--profile", metavar="FILE", help="the same, at the costs of a file, as in `asyncrl simulate`")
     command = commands.add_parser("resume", help="continue a stopped or killed run")
     command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="from here on other trainer.lr=, sentinel.*=, max_staleness="
+    )
     command = commands.add_parser(
         "replay", help="train again from the recorded stream, without engines; the same settings give the same weights"
     )

@@ -26,11 +26,11 @@ def submit(path: Path, overrides: Sequence[str], *, down: bool = False) -> int:
     return _work(cluster, run, [ASYNCRL, "run", *settings], down=down)
 
 
-def resume(path: Path, name: str, *, down: bool = False) -> int:
-    """Continue a run of that cluster."""
+def resume(path: Path, name: str, overrides: Sequence[str] = (), *, down: bool = False) -> int:
+    """Continue a run of that cluster, with settings changed as `asyncrl resume` allows it."""
     cluster = Cluster(path)
     run = _checked(cluster, [*cluster.settings.overrides, f"name={name}", "cluster=auto"], down=down)
-    return _work(cluster, run, [ASYNCRL, "resume", _directory(run)], down=down)
+    return _work(cluster, run, [ASYNCRL, "resume", _directory(run), *overrides], down=down)
 
 
 def follow(path: Path, name: str) -> int:

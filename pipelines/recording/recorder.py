@@ -52,6 +52,7 @@ class Recorder:
         self._run = run
         self._directory = directory
         self._progress = progress
+        self._first_step = first_step
         self._events = Events(directory.events)
         self._trackers = trackers(run, directory, progress.say, first_step=first_step)
         self.rows: list[Row] = [row for row in _read_rows(directory) if row["step"] < first_step]
@@ -222,6 +223,11 @@ class Recorder:
         """An actor died that the run cannot do without."""
         self.event("restart", reason=reason)
         self._say(f"{reason.splitlines()[0]}: the run starts again from its last checkpoint")
+
+    def changed(self, overrides: Sequence[str]) -> None:
+        """The run was resumed with other settings."""
+        self.event("settings_changed", step=self._first_step, overrides=list(overrides))
+        self._say(escape(f"from step {self._first_step + 1} on with {' '.join(overrides)}"))
 
     def fp8_left(self, reason: str) -> None:
         self.event("fp8_left", reason=reason)
