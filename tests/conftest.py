@@ -6,6 +6,7 @@ change is judged by itself. `--hypothesis-profile=searching` looks for new ones.
 
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,6 +50,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from asyncrl.training.warm_start import make_model
 
     return make_model(WarmStart(steps=40), ChainsTask(), 0, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _same_products_for_every_test() -> Generator[None]:
+    """On a CPU without bf16 torch gives oneDNN up for the whole process at the first product in it, and products in fp32
+    have other last digits from then on: a run that one test resumes and replays would differ from its first steps,
+    which were made in a process of their own."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.backends.mkldnn.set_flags(True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
