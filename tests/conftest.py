@@ -54,9 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _same_products_for_every_test() -> Generator[None]:
-    """On a CPU without bf16 torch gives oneDNN up for the whole process at the first product in it, and products in fp32
-    have other last digits from then on: a run that one test resumes and replays would differ from its first steps,
-    which were made in a process of their own."""
+    """On a CPU without bf16 the first product in it makes torch give oneDNN up for the whole process, and products in
+    fp32 have other last digits from then on: a run that a test resumes here would differ from its first steps, which
+    were made in a process of their own."""
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.backends.mkldnn.set_flags(True)

@@ -130,7 +130,7 @@ Moments = type[Fp32Moments] | type[EightBit]
 
 
 def _chance(like: Tensor, seed: Tensor) -> Tensor:
-    """From 0 to 1, a hash of the place and the seed."""
+    """From 0 to 1, a hash of the place in the piece and the seed."""
     bits = torch.arange(like.numel(), device=like.device, dtype=torch.int64) + seed * 0x632BE5AB
     for factor in (0x7FEB352D, 0x846CA68B, 0x9E3779B1):
         bits = (bits * factor) & 0xFFFFFFFF
@@ -140,7 +140,7 @@ def _chance(like: Tensor, seed: Tensor) -> Tensor:
 
 def _update(moments: Moments, betas: Betas, rates: Rates, kept: Mapping[str, Tensor]) -> None:
     """One step of a piece, in place."""
-    weight, gradient = kept["weight"], kept["gradient"].float()
+    weight, gradient = kept["weight"], kept["gradient"]
     master = join(weight, kept[HALF]) if HALF in kept else weight
     first, second = moments.read(kept)
     first = torch.lerp(first, gradient, 1 - betas.beta1)
@@ -165,6 +165,8 @@ def _update_8bit(betas: Betas, rates: Rates, kept: Tensors) -> None:
 
 
 class AdamW(torch.optim.Optimizer):
+    """For parameters in bf16 or fp32; the rate of a step is set in `param_groups`, as with torch's own."""
+
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
@@ -178,7 +180,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.0, "weight_decay": weight_decay})
         self._betas, self._compile, self._eight_bit = betas, compile, eight_bit
         self._device = self._parameters[0].device
-        self._make: Callable[..., Tensor] = torch.zeros if not offload else partial(_host, self._device)
+        self._zeros: Callable[[int, torch.dtype], Tensor] = partial(_host if offload else _on_card, self._device)
         self._staging = Staging(self._device) if offload else None
         self._sums: dict[Tensor, Tensor] = {}
         for parameter in self._parameters:
@@ -190,9 +192,6 @@ class AdamW(torch.optim.Optimizer):
     @property
     def _parameters(self) -> list[nn.Parameter]:
         return self.param_groups[0]["params"]
-
-    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._make(numel, dtype=dtype) if self._staging else self._make(numel, dtype=dtype, device=self._device)
 
     def moments_of(self, parameter: Tensor) -> Moments:
         """Few numbers need no saving, and norms and biases no rounding."""
@@ -297,6 +296,10 @@ def _pieces(parameter: nn.Parameter, gradient: Tensor, state: Tensors) -> Iterat
             {name: tensor[begin:end] for name, tensor in flat.items()},
             {k: t[begin * len(t) // numel : end * len(t) // numel] for k, t in state.items()},
         )
+
+
+def _on_card(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _host(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ def predicting_states(
         hidden_T = model(batch.tokens_T, batch.positions_T, attend, taps, run=execution.layer)
     if tap is not None and taps is not None:
         tap.take(batch, hidden_T, taps.found_T_E)
-    # The end of a prompt predicts the first token of many answers; an embedding's backward adds them up fast.
+    # The end of a prompt predicts the first token of many completions; an embedding's backward adds them up fast.
     return functional.embedding(batch.predict_L, hidden_T)
 
 

@@ -7,19 +7,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.algorithms import losses
 from asyncrl.models.head import WHOLE, Support, bf16_logits, chunked_logprobs
+from tests.support.head_inputs import head_inputs
 
 TOKENS, VOCABULARY, HIDDEN = 23, 61, 16
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden, output = (
-        torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for rows in (TOKENS, VOCABULARY)
-    )
-    target = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    weights = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
-    return hidden, output, target, weights[0], weights[1]
+    return head_inputs(dtype, TOKENS, VOCABULARY, HIDDEN)
 
 
 def _plain(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from asyncrl.models.head import (
     policy_logits,
     support_floor,
 )
+from tests.support.head_inputs import head_inputs
 
 Measure = Callable[[Tensor, Tensor, float, Support], TokenLogprobs]
 TOKENS, VOCABULARY, HIDDEN = 23, 61, 16
@@ -78,15 +79,10 @@ def test_by_hand(
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden, output = (
-        torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for rows in (TOKENS, VOCABULARY)
-    )
-    target = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    """Every second target is the likeliest token."""
+    hidden, output, target, *weights = head_inputs(dtype, TOKENS, VOCABULARY, HIDDEN)
     target[::2] = (hidden.double() @ output.double().t()).argmax(-1)[::2]
-    weights = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
-    return hidden, output, target, weights[0], weights[1]
+    return hidden, output, target, *weights
 
 
 def _by_sorting(logits: Tensor, target: Tensor, temperature: float, support: Support) -> tuple[Tensor, Tensor]:
