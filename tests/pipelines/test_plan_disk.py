@@ -67,7 +67,14 @@ def _saved_bytes(model: Path, run: Run, folder: Path, ranks: Ranks | None = None
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch, on CPUs without bf16
 @pytest.mark.parametrize("algorithm", [Grpo(), Ppo()], ids=["policy", "critic"])
-@pytest.mark.parametrize("trainer", [Trainer(), Trainer(lora=ADAPTERS), Trainer(lora=ADAPTERS, dtype="bf16")])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        Trainer(),
+        Trainer(lora=ADAPTERS),
+        pytest.param(Trainer(lora=ADAPTERS, dtype="bf16"), marks=pytest.mark.slow),  # many seconds on a CPU without it
+    ],
+)
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_a_saved_checkpoint_has_the_estimated_size(
     models: Path, tmp_path: Path, name: str, trainer: Trainer, algorithm: Algorithm
@@ -84,6 +91,7 @@ def two_ranks(ranks: Ranks, folder: Path) -> None:
         assert checkpoint_bytes(run, read_config(folder / "untied")) == pytest.approx(saved, rel=CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_save_as_much_as_one(models: Path) -> None:
     assert "".join(play(2, (two_ranks,), models)["two_ranks"]) == ""

@@ -27,6 +27,7 @@ def _processes_of(run: Path) -> list[int]:
 
 
 @pytest.mark.timeout(550)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=[needs_vllm, pytest.mark.nightly])])
 def test_kill_the_driver_then_resume_on_ray(engine: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
