@@ -14,6 +14,7 @@ from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
 from asyncrl.drop_reasons import describe, main_cause
 from asyncrl.errors import StallError
+from asyncrl.fleet.ready_window import ReadyWindow
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Segment, Slot, Ticket
@@ -57,7 +58,7 @@ class BufferActor:
             total_steps=run.steps,
             restore_step=restore_step,
             sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
-            max_ready=run.flow.max_ready_groups,
+            max_ready=ReadyWindow(run).groups,
             drop_uninformative=run.algorithm.dynamic_sampling,
         )
         self._groups_per_step = run.flow.groups_per_step
@@ -126,18 +127,21 @@ class BufferActor:
 
     async def take(self, min_groups: int, max_groups: int, timeout_s: float) -> Delivery:
         """Complete groups for the present step; in a replay, the recorded delivery at once."""
+        starved = False
 
         def ready() -> Delivery | None:
+            nonlocal starved
             dropped = self._store.ledger().dropped
             delivery = self._store.take(max_groups, min_groups)
-            if self._store.ledger().dropped != dropped:  # stale ones, which leave room for others
+            starved |= delivery is None and self._store.lacks_fresh
+            if delivery or self._store.ledger().dropped != dropped:  # what was taken, or stale, leaves room for others
                 self._changed.notify_all()
             return delivery
 
         delivery = await self._until(ready, timeout_s)
         if delivery is None:
             raise StallError(f"nothing to train on within {timeout_s:g} s: {self._situation()}")
-        return delivery
+        return msgspec.structs.replace(delivery, starved=starved)
 
     async def read(self, delivery: Delivery) -> list[bytes]:
         """The payloads of a delivery, by group and sample."""
@@ -149,9 +153,9 @@ class BufferActor:
     async def advance(self, version: int) -> None:
         await self._change(lambda: self._store.advance(version))
 
-    async def limit(self, staleness: int) -> None:
-        """Admit under this bound from now on; `max_staleness` stays the upper limit."""
-        await self._change(lambda: self._store.limit(staleness))
+    async def limit(self, staleness: int, max_ready: int = 0) -> None:
+        """Admit under these bounds from now on; `max_staleness` stays the upper limit."""
+        await self._change(lambda: self._store.limit(staleness, max_ready))
 
     async def checkpointed(self, step: int) -> None:
         self._store.checkpointed(step)

@@ -237,6 +237,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     groups: tuple[int, ...]
     replayed: bool = False
     """True when a resumed run re-delivers what was recorded before it was killed."""
+    starved: bool = False
+    """True when the trainer had to wait for it, and not only for stragglers in their last step."""
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):

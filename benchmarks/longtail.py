@@ -8,8 +8,7 @@
     sync         training begins when the step's last answer is there, generation when the new weights are
     stream       + forward and backward on the groups that are complete, while the others are written
     async        + answers for the next steps while the trainer works, `max_staleness=2` as by default
-    partial      + long answers may take more versions (--staleness), and go on with new weights in the middle; one and
-                 a quarter steps' worth of groups is kept ready or under way
+    partial      + long answers may take more versions (--staleness), and go on with new weights in the middle
     speculation  + drafts by a head that follows the policy; without --head one is learned from the first run's answers
     fp8          + weights, activations, keys and values in FP8; left out where the engine has none
 
@@ -101,7 +100,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def settings(mode: str, options: argparse.Namespace, drafter: list[str]) -> list[str]:
     """What sets a mode apart."""
     groups = options.groups
-    ahead = f"max_staleness={options.staleness}", f"flow.max_ready_groups={groups * 5 // 4}"
+    ahead = (f"max_staleness={options.staleness}",)
     whole, early = f"flow.groups_per_take={groups}", f"flow.groups_per_take={max(1, groups // 4)}"
     match mode:
         case "sync":

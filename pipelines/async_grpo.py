@@ -24,6 +24,7 @@ from actors.publisher import Published
 from actors.trainer.actor import Accumulated
 from asyncrl.config import Run
 from asyncrl.errors import AsyncRLError, DivergenceError, Fp8Error
+from asyncrl.fleet.ready_window import ReadyWindow
 from asyncrl.fleet.staleness import Decision, StalenessController
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
@@ -44,6 +45,7 @@ class AsyncGrpo:
         self._recorder = recorder
         self._first_step = self._saved = first_step
         self._controller = StalenessController(run.staleness, run.max_staleness)
+        self._window = ReadyWindow(run)
         for row in recorder.rows:  # a resumed run goes on where the controller was
             self._controller.observe(row)
         self._may_generate = asyncio.Event()
@@ -111,7 +113,7 @@ class AsyncGrpo:
         """Forward and backward on complete groups while the rest is generated; one update when the quota is in."""
         flow, fleet = self._run.flow, self._fleet
         done: list[Accumulated] = []
-        waited, taken = 0.0, 0
+        started, waited, starved, taken = time.time(), 0.0, 0.0, 0
         while taken < flow.groups_per_step:
             await self._end_replay()
             begun = time.time()
@@ -122,6 +124,7 @@ class AsyncGrpo:
                     timeout_s=backstop(self._run),
                 )
             waited += time.time() - begun
+            starved += delivery.starved * (time.time() - begun)
             self._recorder.span("wait_batch", begun, step=step, groups=len(delivery.groups))
             done.append(await fleet.trainer.accumulate(delivery))
             self._recorder.span("train", done[-1].started, step=step, groups=len(delivery.groups))
@@ -140,7 +143,10 @@ class AsyncGrpo:
         self._recorder.span("update", begun, step=step)
         await fleet.buffer.commit(step)
         pace = self._controller.observe(report.figures)
-        await fleet.buffer.limit(pace.effective_staleness)
+        if self._may_generate.is_set():  # a replay waits for nobody
+            seconds = time.time() - started
+            self._window.observe(waited / seconds, starved / seconds)
+        await fleet.buffer.limit(pace.effective_staleness, self._window.groups)
         self._publishing = tasks.create_task(self._after_update(step, report, pace, done, waited))
 
     async def _end_replay(self) -> None:
@@ -155,7 +161,7 @@ class AsyncGrpo:
     ) -> None:
         """Publish, if it is time, while the trainer goes on with the next step's early groups; take the step down."""
         published = await self._publish() if self._is_due(report.version, pace) else None
-        await self._recorder.step(step, report, pace, published, done, waited, self._fleet)
+        await self._recorder.step(step, report, pace, published, done, waited, self._window.groups, self._fleet)
 
     def _is_due(self, version: int, pace: Decision) -> bool:
         """Evaluations judge the newest weights, and a replay, which nobody generates in, ends with them served."""

@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A million objects of modules and tests stay to the end. Were they looked at in each full garbage collection, every
-    one would take half a second, and tests that allocate much would spend most of their time so."""
+    """A million objects of modules and tests stay to the end. If every full garbage collection looked at them, each
+    would take half a second, and tests that allocate much would spend most of their time in it."""
     gc.collect()
     gc.freeze()
 

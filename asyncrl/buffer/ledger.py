@@ -24,8 +24,8 @@ no group is trained after its expiry; no token of it is older than v; staleness 
 admitted only for the step of its own version: synchronous. Inside these limits groups are delivered in any order, so
 a straggler is overtaken as long as every group can still be trained in time, and capacity is reserved for it only in
 its last step, until it completes or its deadline drops it. There is no deadlock: while version + k >= step, either
-P - taken groups wait, or one more is admitted. `max_ready` admits later than that, never while fewer than P groups
-wait.
+P - taken groups wait, or one more is admitted. `max_ready` admits later than that, but never while fewer groups than
+the trainer takes at a time are complete or being generated.
 """
 
 from collections import Counter
@@ -66,8 +66,6 @@ class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
     """First estimate of the size of a sample; replaced by the largest stored one when that is larger."""
     total_steps: int | None = None
     """Steps of the run: nothing is admitted that they cannot train on; None for a run without an end."""
-    max_ready: int = 0
-    """Nothing is admitted while this many groups are complete or just begun: at least one step's; 0 for no limit."""
     drop_uninformative: bool = False
     """Drop a group whose samples all earned the same reward: its advantages would be zero."""
 
@@ -191,14 +189,15 @@ class Ledger:
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
-    def admission(self, now: float) -> Admitted | Refusal:
+    def admission(self, now: float, max_ready: int = 0) -> Admitted | Refusal:
+        """Nothing is admitted while `max_ready` groups are complete or just begun; 0 for no such limit."""
         last, total = self.version + self.bound, self.rules.total_steps
         capacity = self.capacity(last if total is None else min(last, total - 1))
         if len(self.waiting) >= capacity:
             unpublished = f", version {self.step} is not published" if self.version < self.step else ""
             return Refusal(f"staleness: {len(self.waiting)} groups wait to be trained{unpublished}")
-        if 0 < self.rules.max_ready <= (ready := self._soon_ready()):
-            return Refusal(f"freshness: {ready} groups are complete or just begun, flow.max_ready_groups as well")
+        if 0 < max_ready <= (ready := self._soon_ready()):
+            return Refusal(f"freshness: {ready} groups are complete or just begun, enough for the trainer")
         need, limit = self.rules.group_size * self._sample_bytes, self.rules.max_bytes
         if self.bytes + need > limit:
             return Refusal(f"memory: {self.bytes} of {limit} bytes are held or reserved, a group needs {need}", need)
@@ -354,6 +353,11 @@ class Ledger:
         """Complete groups, and those admitted under this version or the one before; older ones are stragglers."""
         young = takewhile(lambda group: self.waiting[group].version >= self.version - 1, reversed(self.waiting))
         return self.num_complete + sum(not self.complete(group) for group in young)
+
+    @property
+    def lacks_fresh(self) -> bool:
+        """Whether the trainer would take a group that was admitted now and complete at once: none is reserved for."""
+        return self._can_pass(self._due, self._latest_expiry + 1, 0)
 
     def _can_pass(self, due: Counter[int], expiry: int, chosen: int) -> bool:
         """Whether delivering a group of `expiry`, after `chosen` others, leaves (I) true."""

@@ -54,7 +54,7 @@ class TrajectoryBuffer:
         drop_uninformative: bool = False,
     ) -> None:
         """`restore_step`: optimizer steps in the checkpoint that is resumed from; engines are expected to start with
-        that version. For the others see `LedgerRules`."""
+        that version. `max_ready`: see `limit`. For the others see `LedgerRules`."""
         self._rules = LedgerRules(
             group_size=group_size,
             groups_per_step=groups_per_step,
@@ -63,9 +63,9 @@ class TrajectoryBuffer:
             max_bytes=settings.max_bytes,
             sample_bytes=sample_bytes,
             total_steps=total_steps,
-            max_ready=max_ready,
             drop_uninformative=drop_uninformative,
         )
+        self._max_ready = max_ready
         self._directory = directory
         home = None if settings.durability == "memory" else directory
         self._lock = lock_directory(home) if home else None
@@ -154,7 +154,7 @@ class TrajectoryBuffer:
     def reissue(self, now: float, of: Collection[int] | None = None) -> list[Ticket]:
         """New tickets, with new deadlines, for what is missing of all groups, or of some, whose process was killed."""
         self._require_live("reissue")
-        self.limit(self._ledger.bound)  # that of the run may be tighter now
+        self.limit(self._ledger.bound, self._max_ready)  # that of the run may be tighter now
         among = self._ledger.waiting if of is None else [group for group in of if group in self._ledger.waiting]
         groups = [group for group in among if not self._ledger.complete(group)]
         self._journaled.record(*(Renewed(group, now + self._rules.group_timeout_s) for group in groups))
@@ -184,6 +184,11 @@ class TrajectoryBuffer:
         self._journaled.record(Delivered(step, choice.groups))
         return Delivery(step=step, groups=choice.groups)
 
+    @property
+    def lacks_fresh(self) -> bool:
+        """Whether more groups, or faster ones, would be taken now; if not, the step waits for its stragglers."""
+        return self._ledger.lacks_fresh
+
     def read(self, delivery: Delivery) -> list[bytes]:
         """The payloads of a delivery that is not yet committed, by group and sample."""
         samples = range(self._rules.group_size)
@@ -205,8 +210,10 @@ class TrajectoryBuffer:
             raise ValueError(f"version {version} cannot be published: only {self._ledger.step} steps are committed")
         self._journaled.publish(version)
 
-    def limit(self, staleness: int) -> None:
-        """Admit under this bound from now on, if the run's own is not tighter; a replay repeats what was recorded."""
+    def limit(self, staleness: int, max_ready: int = 0) -> None:
+        """Admit under this bound from now on, if the run's own is not tighter, and nothing while `max_ready` groups are
+        complete or just begun, unless it is 0. A replay repeats what was recorded."""
+        self._max_ready = max_ready
         bound = min(staleness, self._rules.max_staleness)
         if bound != self._ledger.bound and not self.replaying:
             self._journaled.record(Limited(bound))
@@ -289,7 +296,7 @@ class TrajectoryBuffer:
             return Refusal(f"replay: the recorded step {self._ledger.step} is being repeated")
         if self._journaled.orphaned:
             return Refusal("resume: the samples that were in flight get new tickets first")
-        return self._ledger.admission(now)
+        return self._ledger.admission(now, self._max_ready)
 
     def _ticket(self, group: int) -> Ticket:
         admitted, missing = self._ledger.waiting[group], self._ledger.missing(group)

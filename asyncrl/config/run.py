@@ -100,9 +100,9 @@ class Flow(Settings, frozen=True):
     groups_per_step: Positive = 32
     groups_per_take: Positive = 4
     """Complete groups that the trainer waits for before it starts a forward and backward."""
-    max_ready_groups: Natural = 0
-    """No group is admitted while so many are complete or just begun, so that a trainer that is behind gets fresh ones;
-    0: as many as `max_staleness` lets."""
+    max_ready_groups: Natural | Literal["auto"] = "auto"
+    """No group is admitted while so many are complete or just begun, so that the trainer gets fresh ones. `auto`: as
+    few as it needs in order not to wait; 0: as many as `max_staleness` allows."""
     group_timeout_s: AboveZero = 300.0
     """A group not complete after this is dropped and counted."""
     stall_timeout_s: AboveZero = 600.0
@@ -239,10 +239,10 @@ def check(run: Run, *, recorded: bool = False) -> None:
             f"flow.groups_per_take={run.flow.groups_per_take} is more than flow.groups_per_step="
             f"{run.flow.groups_per_step}: a step could never begin; lower flow.groups_per_take"
         )
-    if 0 < run.flow.max_ready_groups < run.flow.groups_per_step:
+    if run.flow.max_ready_groups != "auto" and 0 < run.flow.max_ready_groups < run.flow.groups_per_take:
         raise ConfigError(
-            f"flow.max_ready_groups={run.flow.max_ready_groups} is less than flow.groups_per_step="
-            f"{run.flow.groups_per_step}: a step could never be filled; raise it, or set 0 for no such limit"
+            f"flow.max_ready_groups={run.flow.max_ready_groups} is less than flow.groups_per_take="
+            f"{run.flow.groups_per_take}: the trainer would wait forever; raise it, or set auto, or 0 for no such limit"
         )
     if run.algorithm.dynamic_sampling and run.rollout.group_size == 1:
         raise ConfigError(

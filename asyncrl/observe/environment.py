@@ -25,6 +25,9 @@ def environment() -> dict[str, str]:
     if gpus := devices.gpu_count():
         memory = devices.gpu_memory()
         shown["gpus"] = f"{gpus}" + (f" with {memory / 2**30:.0f} GiB" if memory else "")
+        shown["cuda mps"] = (
+            "on: processes share a card" if devices.mps_runs() else "off: processes take turns on a card"
+        )
     return shown
 
 

@@ -70,8 +70,11 @@ class Decoding:
         return slowed[2] if surely(len(seconds), alone[0], slowed[0]) else 0.0
 
     def step(self, slowdown: float) -> Affine:
-        """What a step takes without the trainer's company, which makes it 1 + `slowdown` times as long."""
-        share = self._search(slowdown, slowdown)[1]
+        """What a step takes without the trainer's company, which makes it 1 + `slowdown` times as long. Where about as
+        many completions ran all the time, nothing tells what a row costs, and steps count as equally long."""
+        error, share, _ = self._search(slowdown, slowdown)
+        if not surely(len(self._tokens), self._error(0.0, slowdown), error):
+            share = 0.0
         seconds = float(self._gained(share, slowdown).sum()) / max(float(self._tokens.sum()), SHORTEST)
         return Affine(seconds=(1 - share) * seconds, per_row=share * seconds / self._max_batch)
 

@@ -15,9 +15,10 @@ from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
 from asyncrl.errors import StallError
 from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
+from asyncrl.fleet.ready_window import ReadyWindow
 from asyncrl.fleet.staleness import StalenessController
 from asyncrl.simulation.clock import Clock, Process, Signal
-from asyncrl.simulation.outcome import Outcome, Step, rates
+from asyncrl.simulation.outcome import Outcome, Step, rates, share
 from asyncrl.simulation.profile import Profile, Sharing
 from asyncrl.simulation.rollouts import BYTES_PER_TOKEN, OVERHEAD_BYTES, Rollouts
 from asyncrl.types import Ticket
@@ -61,6 +62,7 @@ class Simulation:
         self.rollouts.join(engines)
         self._machine = SharedMachine(profile.sharing, self.clock, self.rollouts)
         self._controller = StalenessController(run.staleness, run.max_staleness)
+        self._window = ReadyWindow(run)
         self._pool = SimulatedPool(run, profile, self.clock, self.rollouts, self._slots)
         self._served = 0
         self._publishing = False
@@ -95,15 +97,19 @@ class Simulation:
     def _train(self) -> Process:
         flow, trainer = self._run.flow, self._profile.trainer
         for step in range(self._steps):
-            waited, groups = 0.0, list[int]()
+            started, waited, starved, groups = self.clock.now, 0.0, 0.0, list[int]()
             while (missing := flow.groups_per_step - len(groups)) > 0:
                 begun = self.clock.now
                 self._pool.waits.trainer(begun, waits=True)
                 yield trainer.per_ask
+                lacks_fresh = False
                 while (delivery := self.buffer.take(missing, flow.groups_per_take)) is None:
+                    lacks_fresh |= self.buffer.lacks_fresh
                     yield self.changed
+                self.clock.notify(self.slots)
                 self._pool.waits.trainer(self.clock.now, waits=False)
                 waited += self.clock.now - begun
+                starved += lacks_fresh * (self.clock.now - begun)
                 groups += delivery.groups
                 yield from self._machine.compute(
                     trainer.per_take + self._tokens(delivery.groups) * trainer.per_token / self._trainer_gpus
@@ -114,7 +120,9 @@ class Simulation:
             self._note(step, groups, waited)
             self.buffer.commit(step)
             pace = self._controller.observe(self._figures())
-            self.buffer.limit(pace.effective_staleness)
+            seconds = self.clock.now - started
+            ready = self._window.observe(share(waited, seconds), share(starved, seconds))
+            self.buffer.limit(pace.effective_staleness, ready)
             self.clock.notify(self.slots)
             if step + 1 - self._served >= pace.publish_every or step + 1 == self._steps:
                 self.clock.start(self._publish(step + 1))
@@ -273,6 +281,6 @@ def _buffer(run: Run, steps: int | None) -> TrajectoryBuffer:
         group_timeout_s=run.flow.group_timeout_s,
         total_steps=steps,
         sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
-        max_ready=run.flow.max_ready_groups,
+        max_ready=ReadyWindow(run).groups,
         drop_uninformative=run.algorithm.dynamic_sampling,
     )

@@ -92,7 +92,9 @@ def arithmetic(run: Run) -> str:
     publishes = f"{ahead} publish{'es' * (ahead > 1)} ahead"
     if run.staleness.band is not None:
         publishes = f"up to {publishes}, as staleness={run.staleness.kind} decides"
-    fresh = f", at most {flow.max_ready_groups} of them complete or just begun" if flow.max_ready_groups else ""
+    fresh = {"auto": ", as few of them ready as keep the trainer busy", 0: ""}.get(
+        flow.max_ready_groups, f", at most {flow.max_ready_groups} of them complete or just begun"
+    )
     admitted = f"{run.capacity_groups} groups admitted{fresh}"
     oldest = f"the oldest token at most {ahead} version{'s' * (ahead > 1)} old"
     return f"{step}, {publishes}: {admitted}, {oldest}; {begins}"
@@ -141,9 +143,10 @@ def _show_card(run: Run, required: Needs, console: Console) -> None:
     )
     if found.trainer and found.engines:
         console.print(
-            "CUDA MPS is on: kernels of trainer and engines run side by side"
+            "CUDA MPS is on: kernels of trainer and engines run side by side, the engines' first"
             if mps_runs()
-            else "CUDA MPS is off: trainer and engines take turns on the card. `nvidia-cuda-mps-control -d` turns it on"
+            else "CUDA MPS is off: trainer and engines take turns on the card. Measured so, training took up to twice "
+            "as long as alone, with MPS 1.3 to 1.6 times as long. `nvidia-cuda-mps-control -d` turns it on"
         )
 
 

@@ -95,6 +95,7 @@ class Recorder:
         published: Published | None,
         done: Sequence[Accumulated],
         waited: float,
+        max_ready: int,
         fleet: Fleet,
     ) -> None:
         """Record one step, published or not; queries the buffer and the engines for their state once."""
@@ -117,6 +118,7 @@ class Recorder:
             "wait_seconds": waited,
             "effective_staleness": pace.effective_staleness,
             "publish_every": pace.publish_every,
+            "max_ready_groups": max_ready,
             "sync_seconds": published.seconds if published else 0.0,
             "reprefilled_tokens": published.reprefilled_tokens if published else 0,
             "generated_tokens": self._generated_before + self._generated.total(),

@@ -34,7 +34,7 @@ def make(directory: Path, clock: Clock | None = None, **changes: Any) -> BufferA
         algorithm=changes.pop("algorithm", Grpo()),
         buffer=Buffer(durability=changes.pop("durability", "process")),
         rollout=Rollout(group_size=2, max_tokens=16),
-        flow=Flow(groups_per_step=2, groups_per_take=1, group_timeout_s=10.0),
+        flow=Flow(groups_per_step=2, groups_per_take=1, max_ready_groups=0, group_timeout_s=10.0),
     )
     return BufferActor(run, directory, clock=clock or Clock(), **changes)
 
@@ -88,7 +88,7 @@ def test_admit_wakes_when_stale_groups_are_dropped(tmp_path: Path) -> None:
             await settle()
             assert [ticket.group for ticket in admitting.result()] == [4, 5]
             await resumed.append([payload(4, sample, version=1) for sample in range(2)])
-        assert taking.result() == Delivery(step=1, groups=(4,))
+        assert taking.result() == Delivery(step=1, groups=(4,), starved=True)
         assert (await resumed.ledger()).dropped == {"stale": 4}
 
     asyncio.run(scenario())
@@ -259,6 +259,58 @@ def test_a_wider_bound_wakes_admission(tmp_path: Path) -> None:
             assert not admitting.done()
             await buffer.limit(1)
         assert [ticket.group for ticket in admitting.result()] == [2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_what_is_taken_wakes_admission_where_few_are_kept_ready(tmp_path: Path) -> None:
+    """Nothing else would: no group is being generated."""
+
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.limit(1, max_ready=1)
+        assert [ticket.group for ticket in await buffer.admit(1.0)] == [0]
+        await fill(buffer, 0)
+        async with asyncio.TaskGroup() as tasks:
+            admitting = tasks.create_task(buffer.admit(timeout_s=60))
+            await settle()
+            assert not admitting.done()
+            assert (await buffer.take(1, 2, timeout_s=1)).groups == (0,)
+        assert [ticket.group for ticket in admitting.result()] == [1]
+
+    asyncio.run(scenario())
+
+
+def test_a_delivery_says_whether_more_groups_would_have_helped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = make(tmp_path)
+        await buffer.limit(1, max_ready=2)
+
+        async def admitted() -> list[int]:
+            return [ticket.group for ticket in await buffer.admit(1.0)]
+
+        async def waited(completed: int) -> Delivery:
+            async with asyncio.TaskGroup() as tasks:
+                taking = tasks.create_task(buffer.take(1, 1, timeout_s=60))
+                await settle()
+                await fill(buffer, completed)
+            return taking.result()
+
+        assert await admitted() == [0, 1]
+        assert (await waited(1)).starved
+        assert await admitted() == [2]
+        await fill(buffer, 2)
+        assert not (await buffer.take(1, 1, timeout_s=1)).starved, "it was there"
+        await buffer.commit(0)
+        await buffer.advance(1)
+        assert await admitted() == [3]
+        await fill(buffer, 3)
+        assert (await buffer.take(1, 1, timeout_s=1)).groups == (3,)
+        assert await admitted() == [4]
+        await fill(buffer, 4)
+        last = await waited(0)
+        assert last.groups == (0,), "the last place is the straggler's"
+        assert not last.starved
 
     asyncio.run(scenario())
 

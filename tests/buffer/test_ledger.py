@@ -89,25 +89,25 @@ def test_a_straggler_is_passed_until_its_last_step_and_then_holds_its_place() ->
 
 
 def test_what_is_complete_or_just_begun_bounds_admission_and_stragglers_do_not() -> None:
-    ledger = Ledger(rules(max_staleness=3, max_ready=2))
+    ledger = Ledger(rules(max_staleness=3))
     straggler, quick = admit(ledger), admit(ledger)
     fill(ledger, quick)
-    refusal = ledger.admission(0.0)
+    refusal = ledger.admission(0.0, max_ready=2)
     assert isinstance(refusal, Refusal)
-    assert refusal.reason == "freshness: 2 groups are complete or just begun, flow.max_ready_groups as well"
+    assert refusal.reason == "freshness: 2 groups are complete or just begun, enough for the trainer"
     assert take(ledger, 2) == (quick,)
     fill(ledger, admit(ledger))
     assert take(ledger, 2) == (2,)
     next_step(ledger)
     assert admit(ledger) == 3  # the straggler is of the version before, and may be a short answer just begun
-    assert isinstance(ledger.admission(0.0), Refusal)
+    assert isinstance(ledger.admission(0.0, max_ready=2), Refusal)
     fill(ledger, 3)
     assert take(ledger, 2) == (3,)
     fill(ledger, admit(ledger))
     assert take(ledger, 2) == (4,)
     next_step(ledger)
     assert [admit(ledger), admit(ledger)] == [5, 6]  # now it is the tail
-    assert isinstance(ledger.admission(0.0), Refusal)
+    assert isinstance(ledger.admission(0.0, max_ready=2), Refusal)
     fill(ledger, straggler)
     assert take(ledger, 2) == (straggler,)
 
@@ -346,18 +346,19 @@ TestBook.settings = settings(max_examples=60, stateful_step_count=60, deadline=N
     staleness=st.integers(0, 3),
     publish_lag=st.integers(0, 2),
     failure=st.sampled_from([0.0, 0.2]),
-    ready_steps=st.sampled_from([0, 1, 2]),
+    windows=st.lists(st.integers(0, 12), min_size=15, max_size=15),
 )
 def test_training_proceeds_whatever_finishes_first(
-    seed: int, quota: int, staleness: int, publish_lag: int, failure: float, ready_steps: int
+    seed: int, quota: int, staleness: int, publish_lag: int, failure: float, windows: list[int]
 ) -> None:
-    """If each group completes, fails or times out, 15 steps are trained within a bounded number of turns."""
+    """If each group completes, fails or times out, 15 steps are trained within a bounded number of turns, however many
+    groups are kept ready in each."""
     rng = random.Random(seed)
-    ledger = Ledger(rules(groups_per_step=quota, max_staleness=staleness, max_ready=ready_steps * quota))
+    ledger = Ledger(rules(groups_per_step=quota, max_staleness=staleness))
     order: list[int] = []
     unpublished = 0
     for now in range(15 * (quota + publish_lag + 2) * 20):
-        while isinstance(event := ledger.admission(float(now)), Admitted):
+        while isinstance(event := ledger.admission(float(now), windows[ledger.step]), Admitted):
             ledger.apply(event)
         for drop in ledger.overdue(float(now)):
             ledger.apply(drop)

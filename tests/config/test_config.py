@@ -79,7 +79,7 @@ def test_derived_numbers() -> None:
             "nothing is learned; set rollout.group_size=2 or more, or use algorithm=ppo or algorithm=reinforce_pp",
         ),
         ({"flow": {"groups_per_take": 9, "groups_per_step": 8}}, "lower flow.groups_per_take"),
-        ({"flow": {"max_ready_groups": 7, "groups_per_step": 8}}, "a step could never be filled"),
+        ({"flow": {"max_ready_groups": 3, "groups_per_take": 4}}, "the trainer would wait forever"),
         (
             {"engine": {"type": "vllm"}, "drafter": {"type": "eagle3", "training": {"source": "rollout"}}},
             "gives hidden states as it decodes, and not engine=vllm; use drafter.training.source=trainer",

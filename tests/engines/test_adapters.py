@@ -82,6 +82,12 @@ def drive(request: pytest.FixtureRequest, scene: Scene) -> Driver:
     return _driver(request, scene)
 
 
+@pytest.fixture(params=[*NATIVE, pytest.param("vllm", marks=(*VLLM.marks, pytest.mark.slow))])
+def starting(request: pytest.FixtureRequest, scene: Scene) -> Driver:
+    """For tests that start an engine of their own, which takes vLLM half a minute."""
+    return _driver(request, scene)
+
+
 @pytest.fixture(params=[*NATIVE[1:], VLLM])
 def keeping_base(request: pytest.FixtureRequest, scene: Scene) -> Driver:
     """Engines that know from the start which projections have adapters."""
@@ -115,11 +121,11 @@ def test_updates_in_the_middle_of_completions(drive: Driver, scene: Scene, on_up
         np.testing.assert_allclose(answer.logprobs, behaviour(models, PROMPT, answer, on_update), atol=EXACT)
 
 
-def test_a_restarted_engine_takes_the_version_of_the_day(drive: Driver, scene: Scene) -> None:
+def test_a_restarted_engine_takes_the_version_of_the_day(starting: Driver, scene: Scene) -> None:
     """From the base at once to where the others are, by way of a file, as replicas do that join late."""
 
     async def run() -> Answer:
-        engine = drive.own()
+        engine = starting.own()
         await engine.start()
         try:
             with publishing_adapters(scene.path, transport="file") as publish:
@@ -128,7 +134,7 @@ def test_a_restarted_engine_takes_the_version_of_the_day(drive: Driver, scene: S
         finally:
             await engine.close()
 
-    answer = drive.run(run())
+    answer = starting.run(run())
     assert answer.versions == [2]
     np.testing.assert_allclose(answer.logprobs, behaviour(scene.models, PROMPT, answer, "keep"), atol=EXACT)
 

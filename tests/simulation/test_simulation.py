@@ -34,13 +34,13 @@ AT_ONCE = RewardCost(gather=0.0)
 
 
 def one_run(
-    *, steps: int = 3, staleness: int = 0, groups: int = 2, size: int = 2, take: int = 2, **rest: object
+    *, steps: int = 3, staleness: int = 0, groups: int = 2, size: int = 2, take: int = 2, ready: int = 0, **rest: object
 ) -> Run:
     return Run(
         steps=steps,
         max_staleness=staleness,
         rollout=Rollout(group_size=size, max_tokens=10_000),
-        flow=Flow(groups_per_step=groups, groups_per_take=take, group_timeout_s=1e6),
+        flow=Flow(groups_per_step=groups, groups_per_take=take, max_ready_groups=ready, group_timeout_s=1e6),
         buffer=Buffer(max_bytes=1 << 40),
         **rest,  # pyright: ignore[reportArgumentType]
     )
