@@ -60,6 +60,12 @@ class WarmStart(ModelBase, frozen=True, tag="warm_start"):
     heads: Positive = 4
     kv_heads: Positive = 1
     intermediate_size: Positive = 280
+    experts: Natural = 0
+    """More than 0: a mixture of so many experts in each layer, in place of one gated layer of `intermediate_size`."""
+    active_experts: Positive = 2
+    """Of a token."""
+    expert_size: Positive = 64
+    """Width of the gated layer of an expert."""
     steps: Positive = 800
     batch_tokens: Positive = 400
     lr: AboveZero = 3e-3

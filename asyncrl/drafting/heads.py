@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.models.config import ModelConfig
-from asyncrl.models.decoder import Attend, LayerTensors, add_projection, plain_linear
+from asyncrl.models.decoder import Attend, GatedTensors, LayerTensors, plain_linear
 from asyncrl.models.layers import NormScale, Rotate, rms_norm
 
 Kind = Literal["eagle", "eagle3"]
@@ -94,9 +94,7 @@ class Head(nn.Module):
             normed = rms_norm(embedded_T_E, NormScale.of(self.embedding_norm, eps))
             x_T_E = feature_T_E
             y_T_X = torch.cat([normed, rms_norm(feature_T_E, NormScale.of(self.feature_norm, eps))], -1)
-        y_T_X = attend(0, *layer.heads_of(y_T_X, rotate))
-        x_T_E = add_projection(x_T_E[: len(y_T_X)], y_T_X, layer.out, None)
-        return add_projection(x_T_E, layer.gated(rms_norm(x_T_E, layer.mlp_norm)), layer.down, None)
+        return layer.after_attention(x_T_E, attend(0, *layer.heads_of(y_T_X, rotate)))
 
     def logits(self, state_T_E: Tensor, target_V_E: Tensor) -> Tensor:
         """Of the head's vocabulary; `target_V_E` is the target's output matrix, which EAGLE uses."""
@@ -118,8 +116,5 @@ class Head(nn.Module):
             out=self.o_proj.weight.t(),
             out_bias=None,
             mlp_norm=NormScale.of(self.mlp_norm, cfg.norm_eps),
-            gate_up=self.gate_up_proj.weight.t(),
-            gate_up_bias=None,
-            down=self.down_proj.weight.t(),
-            down_bias=None,
+            mlp=GatedTensors(self.gate_up_proj.weight.t(), None, self.down_proj.weight.t(), None),
         )

@@ -8,7 +8,8 @@ for which it waited while it would have taken any group, or, if that is more, al
 for stragglers in their last step is hardly shortened by further groups, but where it is long, engines should work on.
 
     it lacked more than `LITTLE`, now and lately    W grows by that share of P
-    lately less                                     W shrinks, at most by a sixteenth
+    lately less                                     W shrinks, at most by a sixteenth, and to P / 2: with less in front
+                                                    of it the trainer asks often for little, which takes time too
 
 Where engines are the slower side W grows until they are full, or `max_staleness` is the only limit.
 """
@@ -31,7 +32,8 @@ class ReadyWindow:
         self._fixed = None if run.flow.max_ready_groups == "auto" else run.flow.max_ready_groups
         if run.max_staleness == 0:  # a step is admitted as a whole: nothing in it can be fresher
             self._fixed = self._fixed or 0
-        self._per_step, self._least = run.flow.groups_per_step, run.flow.groups_per_take
+        self._per_step = run.flow.groups_per_step
+        self._least = max(run.flow.groups_per_take, self._per_step / 2)
         places = max(run.rollout.replicas, run.elastic.max) * run.engine.max_batch
         self._most = min(run.capacity_groups, self._per_step + ceil(places / run.rollout.group_size))
         self._window = float(self._per_step)

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.models.config import ModelConfig, read_config
+from asyncrl.models.config import ARCHITECTURES, ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import hf_tensors
+from asyncrl.models.names import hf_tensors, unpacked
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
@@ -28,7 +28,7 @@ def load_model(
     model = Decoder(config, dtype).to(device)
     missing = dict(hf_tensors(model))
     unexpected: list[str] = []
-    for name, tensor in read_weights(directory):
+    for name, tensor in unpacked(read_weights(directory)):
         if name in missing:
             _fill(missing.pop(name), name, tensor)
         elif not _redundant(name, config):
@@ -110,9 +110,7 @@ def _config_of(model: Decoder, dtype: torch.dtype) -> dict[str, object]:
     raw = dict(model.config.raw)
     key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
     raw[key] = str(dtype).removeprefix("torch.")
-    raw.setdefault(
-        "architectures", [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model.config.family] + "ForCausalLM"]
-    )
+    raw.setdefault("architectures", [ARCHITECTURES[model.config.family] + "ForCausalLM"])
     return raw
 
 

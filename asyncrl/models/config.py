@@ -11,9 +11,13 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
+from asyncrl.config.run import WarmStart
 from asyncrl.errors import CheckpointError
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The matrices that every layer has, whatever is behind them."""
 RopeType = Literal["default", "linear", "llama3"]
 
 
@@ -26,6 +30,20 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 0
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts in place of the gated layer."""
+
+    count: int
+    active: int
+    """Of a token."""
+    width: int
+    """Of the gated layer of each."""
+    renormalized: bool
+    """The weights of the chosen ones add up to 1."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers with one gated layer of `intermediate_size` instead."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +66,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope: Rope
     initializer_range: float
     raw: dict[str, Any]
+    experts: Experts | None = None
+
+    def experts_of(self, layer: int) -> Experts | None:
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def without_output(self) -> "ModelConfig":
         """The same decoder without an output matrix of its own, for uses that end at the hidden states."""
@@ -60,7 +82,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         heads = _size(raw, "num_attention_heads")
         hidden = _size(raw, "hidden_size")
         kv_heads = _size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") is not None else heads
-        head_dim = raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
+        head_dim = raw.get("head_dim") or (128 if family in ("qwen3", "qwen3_moe") else hidden // heads)
         if heads % kv_heads or head_dim % 2:
             raise CheckpointError(
                 f"config.json: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}, "
@@ -81,10 +103,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             qkv_bias=family == "qwen2" or bias,
             out_bias=family != "qwen2" and bias,
             mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             rope=_rope(raw),
             initializer_range=raw.get("initializer_range", 0.02),
             raw=dict(raw),
+            experts=_experts(raw) if family == "qwen3_moe" else None,
         )
 
 
@@ -106,18 +129,65 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{file}: {error}") from None
 
 
-def projection_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the matrices of a layer, by their Hugging Face names."""
-    hidden, wide, heads, kv = cfg.hidden_size, cfg.intermediate_size, cfg.heads, cfg.kv_heads
+def warm_start_shape(settings: WarmStart, vocabulary: int) -> dict[str, Any]:
+    """What `config.json` says about the size of a model that is made on the spot."""
+    experts = {
+        "num_experts": settings.experts,
+        "num_experts_per_tok": settings.active_experts,
+        "moe_intermediate_size": settings.expert_size,
+        "norm_topk_prob": True,
+    }
     return {
+        "model_type": "qwen3_moe" if settings.experts else "qwen3",
+        "vocab_size": vocabulary,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.kv_heads,
+        "head_dim": settings.hidden_size // settings.heads,
+        "tie_word_embeddings": True,
+        **(experts if settings.experts else {}),
+    }
+
+
+def projection_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the matrices that every layer has once, by their Hugging Face names."""
+    hidden, wide, heads, kv = cfg.hidden_size, cfg.intermediate_size, cfg.heads, cfg.kv_heads
+    attention = {
         "q_proj": (heads * cfg.head_dim, hidden),
         "k_proj": (kv * cfg.head_dim, hidden),
         "v_proj": (kv * cfg.head_dim, hidden),
         "o_proj": (hidden, heads * cfg.head_dim),
-        "gate_proj": (wide, hidden),
-        "up_proj": (wide, hidden),
-        "down_proj": (hidden, wide),
     }
+    if cfg.experts is not None:
+        return attention
+    return attention | {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
+
+
+def gated_shapes(cfg: ModelConfig, layer: int) -> list[tuple[int, int]]:
+    """Of all gated layers of a layer: one, or one for each expert."""
+    experts = cfg.experts_of(layer)
+    wide, count = (cfg.intermediate_size, 1) if experts is None else (experts.width, experts.count)
+    return [(wide, cfg.hidden_size), (wide, cfg.hidden_size), (cfg.hidden_size, wide)] * count
+
+
+def _experts(raw: Mapping[str, Any]) -> Experts:
+    names = "num_experts", "num_local_experts"  # transformers 5 writes the second
+    count = _size(raw, names["num_local_experts" in raw])
+    active = _size(raw, "num_experts_per_tok")
+    if active > count:
+        raise CheckpointError(f"num_experts_per_tok={active} is more than num_experts={count}")
+    every = raw.get("decoder_sparse_step", 1)
+    layers = range(_size(raw, "num_hidden_layers"))
+    listed = raw.get("mlp_only_layers") or ()
+    return Experts(
+        count=count,
+        active=active,
+        width=_size(raw, "moe_intermediate_size"),
+        renormalized=bool(raw.get("norm_topk_prob", False)),
+        dense_layers=frozenset(layer for layer in layers if layer in listed or (layer + 1) % every),
+    )
 
 
 def _size(raw: Mapping[str, Any], key: str) -> int:

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Qwen2 and Qwen3, shared by the trainer and the native engine.
+"""One decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE, shared by the trainer and the native engine.
 
 It works on flat tokens: samples lie one behind the other and only attention knows where one ends. Attention is a
 callback, so training passes one over packed samples (`asyncrl.models.packed`) and the engine one over its cache.
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from asyncrl.models.adapters import UNCHANGED, Adapters, Changes, changed
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.adapters import UNCHANGED, Adapters, Changes, LowRank, changed
+from asyncrl.models.config import Experts, ModelConfig
+from asyncrl.models.experts import ExpertTensors, Route
 from asyncrl.models.layers import NormScale, Rotate, Rotation, computed_rotation, rms_norm, signed_frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -43,15 +44,13 @@ class LayerTensors(NamedTuple):
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: NormScale
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    mlp: "GatedTensors | ExpertTensors"
     changes: Changes = UNCHANGED
     """Low-rank ones to the four matrices."""
 
-    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
-        return self.after_attention(x_T_E, attend(layer, *self.heads_of(rms_norm(x_T_E, self.input_norm), rotate)))
+    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend, route: Route | None = None) -> Tensor:
+        y_T_X = attend(layer, *self.heads_of(rms_norm(x_T_E, self.input_norm), rotate))
+        return self.after_attention(x_T_E, y_T_X, layer, route)
 
     def heads_of(self, x_T_E: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of states that are normalised."""
@@ -64,19 +63,34 @@ class LayerTensors(NamedTuple):
         q_T_H_D, k_T_K_D = torch.split_with_sizes(rotate(qk_T_A_D), (heads, kv_heads), 1)
         return q_T_H_D, k_T_K_D, v_T_K_D
 
-    def after_attention(self, x_T_E: Tensor, y_T_X: Tensor) -> Tensor:
+    def after_attention(self, x_T_E: Tensor, y_T_X: Tensor, layer: int = 0, route: Route | None = None) -> Tensor:
         """`x_T_E` is the layer's input and `y_T_X` what attention made of it, perhaps for the first tokens only."""
         if y_T_X.shape[0] < x_T_E.shape[0]:
             x_T_E = x_T_E[: y_T_X.shape[0]]
         x_T_E = changed(add_projection(x_T_E, y_T_X, self.out, self.out_bias), y_T_X, self.changes.out)
-        y_T_F = self.gated(rms_norm(x_T_E, self.mlp_norm))
-        return changed(add_projection(x_T_E, y_T_F, self.down, self.down_bias), y_T_F, self.changes.down)
+        normed_T_E = rms_norm(x_T_E, self.mlp_norm)
+        if isinstance(self.mlp, ExpertTensors):
+            return x_T_E + self.mlp.forward(normed_T_E, layer, route)
+        y_T_F = self.mlp.gated(normed_T_E, self.changes.gate_up)
+        return changed(self.mlp.add_down(x_T_E, y_T_F), y_T_F, self.changes.down)
 
-    def gated(self, x_T_E: Tensor) -> Tensor:
-        gate_up = changed(_project(x_T_E, self.gate_up, self.gate_up_bias), x_T_E, self.changes.gate_up)
+
+class GatedTensors(NamedTuple):
+    """The gated layer of a dense model."""
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    def gated(self, x_T_E: Tensor, change: LowRank | None = None) -> Tensor:
+        gate_up = changed(_project(x_T_E, self.gate_up, self.gate_up_bias), x_T_E, change)
         width = gate_up.shape[1] // 2
         gate_T_F, up_T_F = torch.split_with_sizes(gate_up, (width, width), 1)
         return F.silu(gate_T_F) * up_T_F
+
+    def add_down(self, x_T_E: Tensor, y_T_F: Tensor) -> Tensor:
+        return add_projection(x_T_E, y_T_F, self.down, self.down_bias)
 
 
 def _project(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -129,10 +143,31 @@ def plain_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> n
     return cast(nn.Linear, skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype))
 
 
+class ExpertMixture(nn.Module):
+    """Owns the experts of a layer. Their matrices lie one below the other, so that each is a view of some rows."""
+
+    def __init__(self, experts: Experts, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = experts
+        self.router = nn.Parameter(torch.empty(experts.count, hidden, dtype=dtype))
+        self.gate_up = nn.Parameter(torch.empty(experts.count * 2 * experts.width, hidden, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(experts.count * hidden, experts.width, dtype=dtype))
+
+    def tensors(self) -> ExpertTensors:
+        experts, hidden = self.config, self.router.shape[1]
+        return ExpertTensors(
+            router_E_X=self.router.t(),
+            gate_up_X_E_F=self.gate_up.view(experts.count, 2 * experts.width, hidden).transpose(1, 2),
+            down_X_F_E=self.down.view(experts.count, hidden, experts.width).transpose(1, 2),
+            active=experts.active,
+            renormalized=experts.renormalized,
+        )
+
+
 class Layer(nn.Module):
     head_kind_A: Tensor
 
-    def __init__(self, cfg: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, cfg: ModelConfig, dtype: torch.dtype, index: int = 0) -> None:
         super().__init__()
         self.config = cfg
         hidden, wide = cfg.hidden_size, cfg.intermediate_size
@@ -142,8 +177,11 @@ class Layer(nn.Module):
         self.qk_norm = nn.Parameter(torch.ones(2, cfg.head_dim, dtype=dtype)) if cfg.qk_norm else None
         self.o_proj = plain_linear(cfg.heads * cfg.head_dim, hidden, cfg.out_bias, dtype)
         self.mlp_norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
-        self.gate_up_proj = plain_linear(hidden, 2 * wide, cfg.mlp_bias, dtype)
-        self.down_proj = plain_linear(wide, hidden, cfg.mlp_bias, dtype)
+        experts = cfg.experts_of(index)
+        self.experts = None if experts is None else ExpertMixture(experts, hidden, dtype)
+        if experts is None:
+            self.gate_up_proj = plain_linear(hidden, 2 * wide, cfg.mlp_bias, dtype)
+            self.down_proj = plain_linear(wide, hidden, cfg.mlp_bias, dtype)
         self.adapters: Adapters | None = None
         self.register_buffer("head_kind_A", torch.tensor([0] * cfg.heads + [1] * cfg.kv_heads), persistent=False)
 
@@ -160,26 +198,35 @@ class Layer(nn.Module):
             out=self.o_proj.weight.t(),
             out_bias=self.o_proj.bias,
             mlp_norm=NormScale.of(self.mlp_norm, cfg.norm_eps),
-            gate_up=self.gate_up_proj.weight.t(),
-            gate_up_bias=self.gate_up_proj.bias,
-            down=self.down_proj.weight.t(),
-            down_bias=self.down_proj.bias,
+            mlp=self._gated() if self.experts is None else self.experts.tensors(),
             changes=UNCHANGED if self.adapters is None else self.adapters.changes(),
         )
 
+    def _gated(self) -> GatedTensors:
+        up, down = self.gate_up_proj, self.down_proj
+        return GatedTensors(up.weight.t(), up.bias, down.weight.t(), down.bias)
+
     def forward(
-        self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend, run: "LayerForward | None" = None
+        self,
+        x_T_E: Tensor,
+        rotate: Rotate,
+        layer: int,
+        attend: Attend,
+        run: "LayerForward | None" = None,
+        route: Route | None = None,
     ) -> Tensor:
-        return (run or keeping)(self, x_T_E, rotate, layer, attend)
+        return (run or keeping)(self, x_T_E, rotate, layer, attend, route)
 
 
-LayerForward = Callable[[Layer, Tensor, Rotate, int, Attend], Tensor]
+LayerForward = Callable[[Layer, Tensor, Rotate, int, Attend, Route | None], Tensor]
 """One way to run a layer. It is called inside the module, so that hooks of the module (FSDP's) come before it."""
 
 
-def keeping(layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
+def keeping(
+    layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend, route: Route | None = None
+) -> Tensor:
     """What autograd wants is kept for the backward."""
-    return layer.tensors().forward(x_T_E, rotate, index, attend)
+    return layer.tensors().forward(x_T_E, rotate, index, attend, route)
 
 
 class Decoder(nn.Module):
@@ -189,7 +236,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = cfg
         self.embed_tokens = cast(nn.Embedding, skip_init(nn.Embedding, cfg.vocabulary, cfg.hidden_size, dtype=dtype))
-        self.layers = nn.ModuleList(Layer(cfg, dtype) for _ in range(cfg.layers))
+        self.layers = nn.ModuleList(Layer(cfg, dtype, index) for index in range(cfg.layers))
         self.norm = nn.Parameter(torch.ones(cfg.hidden_size, dtype=dtype))
         self.lm_head = None
         if not cfg.tied_embeddings:
@@ -207,11 +254,13 @@ class Decoder(nn.Module):
         taps: Taps | None = None,
         *,
         run: Callable[[int], LayerForward] = lambda _: keeping,
+        route: Route | None = None,
     ) -> Tensor:
-        """Final hidden states, normalised and ready for `logits`. `run` is how the layer of a number is computed."""
+        """Final hidden states, normalised and ready for `logits`. `run` is how the layer of a number is computed, and
+        `route` names the experts of each token, if not the router's scores."""
         rotation = computed_rotation(self.frequencies_D, self.norm.dtype)
         norm = NormScale.of(self.norm, self.config.norm_eps)
-        layers = [partial(layer, run=run(index)) for index, layer in enumerate(self.layers)]
+        layers = [partial(layer, run=run(index), route=route) for index, layer in enumerate(self.layers)]
         tensors = Tensors(self.embed_tokens.weight, rotation, layers, norm)
         return tensors.forward(tokens_T, positions_T, attend, taps)
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from asyncrl.models.compiling import compiled
 from asyncrl.models.decoder import Attend, Layer, LayerForward, keeping
+from asyncrl.models.experts import Route
 from asyncrl.models.layers import Rotate, rms_norm
 
 ATTENTION = (torch.ops.aten._flash_attention_forward.default,)
@@ -33,7 +34,8 @@ class Execution(NamedTuple):
     """So many of the first layers are computed again in the backward: by then those behind have freed their memory."""
     compiled: bool = False
     flash: bool = False
-    """Attention is one operation that can be compiled with the rest; other kinds have a layer compiled in two parts."""
+    """Attention is one operation that can be compiled with the rest; other kinds have a layer compiled in two parts, of
+    which experts are none."""
 
     def layer(self, index: int) -> LayerForward:
         recompute = index < self.recomputed and torch.is_grad_enabled()
@@ -43,15 +45,27 @@ class Execution(NamedTuple):
         return partial(_recompute, run) if recompute else run
 
 
-def _recompute(run: LayerForward, layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
+def _recompute(
+    run: LayerForward,
+    layer: Layer,
+    x_T_E: Tensor,
+    rotate: Rotate,
+    index: int,
+    attend: Attend,
+    route: Route | None = None,
+) -> Tensor:
     def again(x_T_E: Tensor) -> Tensor:
-        return run(layer, x_T_E, rotate, index, attend)
+        return run(layer, x_T_E, rotate, index, attend, route)
 
     return cast(Tensor, checkpoint(again, x_T_E, use_reentrant=False, preserve_rng_state=False))
 
 
-def _in_two_parts(layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
-    return compiled(_after)(layer, x_T_E, attend(index, *compiled(_before)(layer, x_T_E, rotate)))
+def _in_two_parts(
+    layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend, route: Route | None = None
+) -> Tensor:
+    y_T_X = attend(index, *compiled(_before)(layer, x_T_E, rotate))
+    # What experts compute depends on how many tokens each has: no graph holds that.
+    return (_after if layer.experts else compiled(_after))(layer, x_T_E, y_T_X, index, route)
 
 
 def _before(layer: Layer, x_T_E: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,15 +73,19 @@ def _before(layer: Layer, x_T_E: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor
     return tensors.heads_of(rms_norm(x_T_E, tensors.input_norm), rotate)
 
 
-def _after(layer: Layer, x_T_E: Tensor, y_T_X: Tensor) -> Tensor:
-    return layer.tensors().after_attention(x_T_E, y_T_X)
+def _after(layer: Layer, x_T_E: Tensor, y_T_X: Tensor, index: int, route: Route | None) -> Tensor:
+    return layer.tensors().after_attention(x_T_E, y_T_X, index, route)
 
 
-def _keep_products(layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
+def _keep_products(
+    layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend, _route: Route | None = None
+) -> Tensor:
     return _saving(ATTENTION + PRODUCTS, partial(keeping, layer, rotate=rotate, index=index, attend=attend), x_T_E)
 
 
-def _keep_attention(layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend) -> Tensor:
+def _keep_attention(
+    layer: Layer, x_T_E: Tensor, rotate: Rotate, index: int, attend: Attend, _route: Route | None = None
+) -> Tensor:
     return _saving(ATTENTION, partial(keeping, layer, rotate=rotate, index=index, attend=attend), x_T_E)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config.trainer import Lora
 from asyncrl.models.adapters import Adapter, Adapters
-from asyncrl.models.config import projection_shapes
+from asyncrl.models.config import ATTENTION, projection_shapes
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import Part
 
@@ -48,7 +48,7 @@ def adapted(model: Decoder) -> Iterator[tuple[str, str, Adapter]]:
     """Hugging Face name of the module, our name of its adapter, and the adapter."""
     for index, layer in enumerate(model.blocks()):
         for name, adapter in layer.adapters.of.items() if layer.adapters is not None else ():
-            part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            part = "self_attn" if name in ATTENTION else "mlp"
             yield f"model.layers.{index}.{part}.{name}", f"layers.{index}.adapters.of.{name}", cast(Adapter, adapter)
 
 

@@ -1,6 +1,6 @@
 """Hugging Face tensor names as views into our fused weights: load, save and weight sync all go through here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -44,6 +44,22 @@ def hf_parts(model: Decoder) -> Iterator[tuple[str, tuple[Part, ...]]]:
         yield "lm_head.weight", (Part("lm_head.weight", cfg.vocabulary),)
 
 
+def unpacked(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Experts by their own names, also where all of a layer are one tensor, as transformers holds them."""
+    for name, tensor in tensors:
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".mlp.experts"):
+            yield name, tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            if kind == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                yield f"{module}.{number}.gate_proj.weight", gate
+                yield f"{module}.{number}.up_proj.weight", up
+            else:
+                yield f"{module}.{number}.{kind}.weight", matrix
+
+
 def _layer(layer: Layer) -> Iterator[tuple[str, tuple[Part, ...]]]:
     cfg = layer.config
     query, key = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
@@ -53,9 +69,17 @@ def _layer(layer: Layer) -> Iterator[tuple[str, tuple[Part, ...]]]:
     if layer.qk_norm is not None:
         yield "qk_norm", tuple(Part(f"self_attn.{kind}_norm.weight", 1, flat=True) for kind in "qk")
     yield "mlp_norm", (Part("post_attention_layernorm.weight", cfg.hidden_size),)
-    gated = {"gate_proj": cfg.intermediate_size, "up_proj": cfg.intermediate_size}
-    yield from _linear("gate_up_proj", layer.gate_up_proj, "mlp", gated)
-    yield from _linear("down_proj", layer.down_proj, "mlp", {"down_proj": cfg.hidden_size})
+    if layer.experts is None:
+        gated = {"gate_proj": cfg.intermediate_size, "up_proj": cfg.intermediate_size}
+        yield from _linear("gate_up_proj", layer.gate_up_proj, "mlp", gated)
+        yield from _linear("down_proj", layer.down_proj, "mlp", {"down_proj": cfg.hidden_size})
+    else:
+        experts = layer.experts.config
+        names = [f"mlp.experts.{number}" for number in range(experts.count)]
+        both = [Part(f"{name}.{kind}_proj.weight", experts.width) for name in names for kind in ("gate", "up")]
+        yield "experts.router", (Part("mlp.gate.weight", experts.count),)
+        yield "experts.gate_up", tuple(both)
+        yield "experts.down", tuple(Part(f"{name}.down_proj.weight", cfg.hidden_size) for name in names)
 
 
 def _linear(own: str, fused: nn.Linear, prefix: str, rows: dict[str, int]) -> Iterator[tuple[str, tuple[Part, ...]]]:

@@ -140,7 +140,7 @@ class Learner:
     def _choose_execution(self) -> Execution:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         compile = compiles(self._settings.compile, self.device.type)
-        flash = uses_flash(self.device, self._settings.dtype == "bf16")
+        flash = uses_flash(self.device, self._settings.dtype == "bf16") and self.model_config.experts is None
         again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
         return Execution(again, compile, flash)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from asyncrl.config import Run
 from asyncrl.config.trainer import Lora
 from asyncrl.config.weights import published_adapters
-from asyncrl.models.config import ModelConfig, projection_shapes
+from asyncrl.models.config import ModelConfig, gated_shapes, projection_shapes
 from asyncrl.precision.memory import footprint
 
 FLOAT = 4
@@ -64,7 +64,7 @@ class TrainingMemory(NamedTuple):
 
 def parameters(model: ModelConfig) -> int:
     """Trainable numbers; tied embeddings count once."""
-    return _outside(model) + model.layers * _layer(model)
+    return _outside(model) + sum(_layer(model, layer) for layer in range(model.layers))
 
 
 def critic_parameters(model: ModelConfig) -> int:
@@ -77,10 +77,12 @@ def _outside(model: ModelConfig) -> int:
     return model.vocabulary * model.hidden_size * (1 if model.tied_embeddings else 2) + model.hidden_size
 
 
-def _layer(model: ModelConfig) -> int:
+def _layer(model: ModelConfig, layer: int) -> int:
     hidden, heads, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = hidden * (heads + 2 * kv) + heads * hidden
-    mlp = 3 * hidden * model.intermediate_size
+    experts = model.experts_of(layer)
+    mlp = sum(outputs * inputs for outputs, inputs in gated_shapes(model, layer))
+    mlp += 0 if experts is None else experts.count * hidden
     norms = 2 * hidden + model.qk_norm * 2 * model.head_dim
     biases = (
         model.qkv_bias * (heads + 2 * kv)
@@ -88,6 +90,16 @@ def _layer(model: ModelConfig) -> int:
         + model.mlp_bias * (2 * model.intermediate_size + hidden)
     )
     return attention + mlp + norms + biases
+
+
+def _largest_layer(model: ModelConfig) -> int:
+    return max(_layer(model, layer) for layer in range(model.layers))
+
+
+def _gated_width(model: ModelConfig) -> int:
+    """What a token passes through in a layer: a gated layer, or those of its experts, to which it is copied besides."""
+    experts = model.experts
+    return model.intermediate_size if experts is None else experts.active * (experts.width + model.hidden_size)
 
 
 def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
@@ -137,7 +149,7 @@ def _held(run: Run, model: ModelConfig, *, narrow: bool) -> _Held:
     adapters = adapter_parameters(run.trainer.lora, model)
     learned, penalty = adapters or count, bool(run.algorithm.kl.coefficient)
     if ranks > 1:
-        part, whole = -(-(count + adapters) // ranks), (_outside(model) + 2 * _layer(model)) * item
+        part, whole = -(-(count + adapters) // ranks), (_outside(model) + 2 * _largest_layer(model)) * item
         kept = part * FLOAT + whole
         return _Held(kept * (1 + penalty), -(-learned // ranks) * (FLOAT + ADAM) + (0 if adapters else whole))
     weights = count * item * (1 + penalty) + adapters * FLOAT
@@ -152,7 +164,7 @@ def _held(run: Run, model: ModelConfig, *, narrow: bool) -> _Held:
 def adapter_parameters(lora: Lora, model: ModelConfig) -> int:
     """A and B of every target in every layer."""
     shapes = projection_shapes(model)
-    return lora.rank * model.layers * sum(sum(shapes[target]) for target in lora.targets)
+    return lora.rank * model.layers * sum(sum(shape) for name, shape in shapes.items() if name in lora.targets)
 
 
 def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bool = False) -> int:
@@ -160,11 +172,11 @@ def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bo
     item = BF16 if narrow else FLOAT
     heads, rotated, kv = (n * model.head_dim for n in (model.heads, model.heads + model.kv_heads, model.kv_heads))
     if compiled:  # the input, and the results of attention and of every product but the last
-        products = heads + 2 * kv + model.hidden_size + 2 * model.intermediate_size
+        products = heads + 2 * kv + model.hidden_size + 2 * _gated_width(model)
         return recomputed_bytes(model, narrow=narrow, compiled=True) + item * products
     residual = 2 * FLOAT * model.hidden_size
     norms = 2 * (FLOAT + item) * model.hidden_size
-    gated = 4 * item * model.intermediate_size
+    gated = 4 * item * _gated_width(model)
     # In bf16 keys and values alone are gathered for each completion, else padded queries as well.
     gathered = 2 * kv if narrow else heads + 2 * kv
     attention = item * (rotated + heads) + FLOAT * model.heads + int(item * gathered * spread)
@@ -224,6 +236,6 @@ def _layer_backward_bytes(
     heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = int(FLOAT * heads + 2 * item * (heads + kv) * spread)
     if compiled:  # the gated product and the gradients of both sides of it
-        return layer + max(4 * item * model.intermediate_size, attention) + 2 * FLOAT * model.hidden_size
-    gated = item * model.intermediate_size
+        return layer + max(4 * item * _gated_width(model), attention) + 2 * FLOAT * model.hidden_size
+    gated = item * _gated_width(model)
     return max(layer + max(gated, attention - 4 * gated), 4 * FLOAT * model.hidden_size)

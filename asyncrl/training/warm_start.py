@@ -19,7 +19,7 @@ from asyncrl.config.task import ChainsTask, TaskSettings
 from asyncrl.data.tokenizer import Tokenizer, save_character_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.models.checkpoint import random_model, save_model
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.config import ARCHITECTURES, ModelConfig, warm_start_shape
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.packed import packed_attention
 from asyncrl.tasks.chains import CHARACTERS, END, MIN_SIZE, Chain, Chains
@@ -110,22 +110,15 @@ def noisy_values(chain: Chain, noise: float, random: Random) -> tuple[int, ...]:
 
 def _config(settings: WarmStart, tokenizer: Tokenizer) -> ModelConfig:
     (eos,) = tokenizer.eos_ids
+    shape = warm_start_shape(settings, tokenizer.size)
     return ModelConfig.from_hf(
         {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "vocab_size": tokenizer.size,
-            "hidden_size": settings.hidden_size,
-            "intermediate_size": settings.intermediate_size,
-            "num_hidden_layers": settings.layers,
-            "num_attention_heads": settings.heads,
-            "num_key_value_heads": settings.kv_heads,
-            "head_dim": settings.hidden_size // settings.heads,
+            **shape,
+            "architectures": [ARCHITECTURES[shape["model_type"]] + "ForCausalLM"],
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": 1_000.0,
             "max_position_embeddings": MAX_POSITIONS,
-            "tie_word_embeddings": True,
             "initializer_range": 0.08,
             "eos_token_id": eos,
             "pad_token_id": 0,

@@ -8,7 +8,7 @@ from asyncrl.config import Run
 from asyncrl.config.precision import numerics
 from asyncrl.config.weights import published_adapters
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.models.config import ModelConfig, read_config
+from asyncrl.models.config import ModelConfig, read_config, warm_start_shape
 from asyncrl.precision.memory import Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.compiler import compiles
@@ -140,19 +140,7 @@ def model_config(run: Run) -> ModelConfig:
         return read_config(directory)
     model = run.model.warm_start
     assert model is not None
-    return ModelConfig.from_hf(
-        {
-            "model_type": "qwen3",
-            "vocab_size": len(CHARACTERS) + 2,  # and the padding and the end
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.intermediate_size,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.kv_heads,
-            "head_dim": model.hidden_size // model.heads,
-            "tie_word_embeddings": True,
-        }
-    )
+    return ModelConfig.from_hf(warm_start_shape(model, len(CHARACTERS) + 2))  # and the padding and the end
 
 
 def longest_prompt(run: Run) -> int:
@@ -179,8 +167,9 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     # Only our simulation, on a CPU, holds FP8's numbers as floats.
     held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
     held = beside_base(run, model, count, held, gpu=has_gpu())
-    # On a CPU and in fp32 a layer is compiled in two parts, which keep what they keep otherwise.
-    compiled = trains_on_gpu(run) and run.trainer.dtype == "bf16" and compiles(run.trainer.compile, "cuda")
+    # On a CPU, in fp32 and with experts a layer is compiled in two parts, which keep what they keep otherwise.
+    whole = trains_on_gpu(run) and run.trainer.dtype == "bf16" and model.experts is None
+    compiled = whole and compiles(run.trainer.compile, "cuda")
     recomputed = recomputed_layers(run, model, gpu_memory() if trains_on_gpu(run) else None, compiled=compiled)
     batch = _largest_batch(run, prompt)
     memory = training_memory(run, model, batch, recomputed=recomputed, compiled=compiled)

@@ -145,7 +145,8 @@ def _model(run: Run) -> Iterator[str]:
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
     joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
-    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined)
+    experts = model.experts is not None
+    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined, experts=experts)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):

@@ -95,7 +95,7 @@ async def scene(
         model=Checkpoint(str(model)),
         engine=engine or NativeEngine(max_batch=2, max_length=128, device="cpu"),
         rollout=Rollout(group_size=2, max_tokens=40),
-        flow=Flow(groups_per_step=2, groups_per_take=1),
+        flow=Flow(groups_per_step=2, groups_per_take=1, max_ready_groups=0),
         weights=Weights(probe=probe),
     )
     async with serving(Scene(run, model, directory)) as at:

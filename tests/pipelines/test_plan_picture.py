@@ -39,11 +39,11 @@ def _shown(run: Run, **options: object) -> str:
 def test_the_arithmetic_in_words() -> None:
     run = Run(flow=Flow(groups_per_step=64, groups_per_take=1), rollout=Rollout(group_size=8), max_staleness=4)
     assert arithmetic(run).startswith(
-        "1 step = 64 prompts x 8 = 512 samples, 4 publishes ahead: 320 groups admitted, the oldest token at most 4 "
-        "versions old; training begins with the first 1 complete group"
+        "1 step = 64 prompts x 8 = 512 samples, 4 publishes ahead: 320 groups admitted, as few of them ready as keep "
+        "the trainer busy, the oldest token at most 4 versions old; training begins with the first 1 complete group"
     )
     assert "1 publish ahead: 64 groups admitted, the oldest token at most 1 version old" in arithmetic(
-        Run(flow=Flow(groups_per_step=32), max_staleness=1)
+        Run(flow=Flow(groups_per_step=32, max_ready_groups=0), max_staleness=1)
     )
     assert "256 samples, no publish ahead: synchronous, every token is of the version that is trained" in arithmetic(
         Run(flow=Flow(groups_per_step=32), max_staleness=0)

@@ -5,9 +5,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "qwen2", "qwen3")
+FAMILIES = (*DENSE, "qwen3_moe")
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 SHAPE = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -37,6 +47,8 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         return LlamaConfig(**SHAPE | own | changes)
     if family == "qwen2":
         return Qwen2Config(**SHAPE | {"tie_word_embeddings": True} | changes)
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(**SHAPE | {"head_dim": 32} | EXPERTS | changes)
     return Qwen3Config(**SHAPE | {"head_dim": 32} | changes)
 
 

@@ -21,6 +21,7 @@ from asyncrl.engines.native.cpu.layout import interleave
 from asyncrl.engines.native.weight_loading import Receiver, read_whole
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.models.decoder import Attend, Decoder, LayerTensors, Tensors, add_projection
+from asyncrl.models.experts import ExpertTensors
 from asyncrl.models.layers import NormScale, Rotate, rms_norm, tabled_rotation
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.audit import check_layers, check_products
@@ -113,8 +114,10 @@ class RoundingLayer(NamedTuple):
         own = self.tensors
         y_T_X = attend(layer, *own.heads_of(self._round(rms_norm(x_T_E, own.input_norm)), rotate))
         x_T_E = add_projection(x_T_E[: len(y_T_X)], self._round(y_T_X), own.out, own.out_bias)
-        y_T_F = own.gated(self._round(rms_norm(x_T_E, own.mlp_norm)))
-        return add_projection(x_T_E, self._round(y_T_F), own.down, own.down_bias)
+        normed_T_E = self._round(rms_norm(x_T_E, own.mlp_norm))
+        if isinstance(own.mlp, ExpertTensors):
+            return x_T_E + own.mlp.forward(normed_T_E, layer, None, between=self._round)
+        return own.mlp.add_down(x_T_E, self._round(own.mlp.gated(normed_T_E)))
 
     def _round(self, x_T_X: Tensor) -> Tensor:
         return rounded(x_T_X, power_of_two=self.power_of_two)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.models.decoder import Decoder, LayerTensors, Tensors
+from asyncrl.models.experts import ExpertTensors
 from asyncrl.models.layers import NormScale, interleaved, tabled_rotation
 
 
@@ -54,5 +55,7 @@ def _fold(layer: LayerTensors) -> LayerTensors:
     assert layer.input_norm.scale is not None
     assert layer.mlp_norm.scale is not None
     layer.qkv.mul_(layer.input_norm.scale[:, None])
-    layer.gate_up.mul_(layer.mlp_norm.scale[:, None])
+    if isinstance(layer.mlp, ExpertTensors):  # all of them and the router would have to be multiplied
+        return layer._replace(input_norm=layer.input_norm.unscaled())
+    layer.mlp.gate_up.mul_(layer.mlp_norm.scale[:, None])
     return layer._replace(input_norm=layer.input_norm.unscaled(), mlp_norm=layer.mlp_norm.unscaled())
