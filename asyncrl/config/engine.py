@@ -102,6 +102,11 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         """A sentence for each thing that does not go with a model; `joined`: outputs of matrices of its layers."""
         yield from ()
 
+    @property
+    def refuses_experts(self) -> str:
+        """Why it cannot generate with a mixture of experts, in a sentence; empty where it can."""
+        return ""
+
     # Drafting.
 
     @property
@@ -135,6 +140,11 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     @property
     def label(self) -> str:
         return f"{self.kind} on a GPU" if self.device == "cuda" else self.kind
+
+    @property
+    def refuses_experts(self) -> str:
+        without = f"engine.device={self.device}: there are no kernels for experts on a GPU yet; set engine.device=cpu"
+        return without if self.may_use_gpu else ""
 
     @property
     def may_use_gpu(self) -> bool:
@@ -294,6 +304,10 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
                 "rollout.kv_scales=trainer: engine.attention=FLASHINFER has scales in its captured graphs, where new "
                 "ones do not reach them; use rollout.kv_scales=engine, or another engine.attention"
             )
+
+    @property
+    def refuses_experts(self) -> str:
+        return "engine=vllm takes no updates of experts yet; use engine=native engine.device=cpu"
 
     def model_problems(self, joined: Sequence[int]) -> Iterator[str]:
         """vLLM joins these matrices with others of their layer."""

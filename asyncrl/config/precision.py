@@ -121,5 +121,5 @@ def _expert_problems(run: "Run") -> Iterator[str]:
             f"trainer.lora.targets={list(run.trainer.lora.targets)}: experts have no adapters; set "
             f"trainer.lora.targets=[{','.join(attention)}]"
         )
-    if run.engine.kind == "native" and run.engine.may_use_gpu:
-        yield "engine=native on a GPU has no kernels for a mixture of experts; use engine=vllm, or engine.device=cpu"
+    if run.engine.refuses_experts:
+        yield run.engine.refuses_experts

@@ -46,14 +46,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-def _checkpoint(directory: Path, seed: int = 0) -> PreTrainedModel:
+@pytest.fixture(scope="module")
+def family() -> str:
+    return "qwen3"
+
+
+def _checkpoint(directory: Path, family: str, seed: int = 0) -> PreTrainedModel:
     """Its output matrix is the embedding, as in most small models: what is made of it must follow an update."""
-    return tiny_checkpoint(directory, seed=seed, tie_word_embeddings=True)
+    return tiny_checkpoint(directory, family, seed=seed, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
-def reference(path: Path) -> PreTrainedModel:
-    return _checkpoint(path)
+def reference(path: Path, family: str) -> PreTrainedModel:
+    return _checkpoint(path, family)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,7 @@ def shared_vllm(path: Path, reference: PreTrainedModel) -> Iterator[SharedVllm]:
     driver.close()
 
 
-def _driver(request: pytest.FixtureRequest, path: Path) -> Driver:
+def driver_for(request: pytest.FixtureRequest, path: Path) -> Driver:
     if request.param == "vllm":
         return request.getfixturevalue("shared_vllm")
     if request.param in DRAFTERS:
@@ -95,13 +100,13 @@ WITH_DRAFTER = [
 
 @pytest.fixture(params=[*NATIVE, "fake", VLLM, *WITH_DRAFTER])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
-    return _driver(request, path)
+    return driver_for(request, path)
 
 
 @pytest.fixture(params=[*NATIVE, VLLM, *WITH_DRAFTER])
 def with_model(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
     """Engines whose tokens come from a model."""
-    return _driver(request, path)
+    return driver_for(request, path)
 
 
 def test_answers_are_fixed_by_their_seed_not_by_their_company(drive: Driver, path: Path) -> None:
@@ -376,9 +381,9 @@ def test_mixed_settings_report_the_distribution_sampled_from(with_model: Driver,
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
 def test_updates_use_new_weights_on_old_or_new_keys(
-    with_model: Driver, path: Path, reference: PreTrainedModel, on_update: OnUpdate, tmp_path: Path
+    with_model: Driver, path: Path, family: str, reference: PreTrainedModel, on_update: OnUpdate, tmp_path: Path
 ) -> None:
-    others = [_checkpoint(tmp_path / str(seed), seed) for seed in (1, 2)]
+    others = [_checkpoint(tmp_path / str(seed), family, seed) for seed in (1, 2)]
     requests = [ask(str(i), seed=i, max_tokens=120) for i in range(3)]
 
     async def run() -> tuple[int, list[Answer]]:
@@ -402,8 +407,8 @@ def spoil(file: Path) -> None:
     file.write_bytes(b"\1" + file.read_bytes()[1:])
 
 
-def test_a_wrong_digest_leaves_the_old_weights(with_model: Driver, tmp_path: Path) -> None:
-    _checkpoint(tmp_path, seed=1)
+def test_a_wrong_digest_leaves_the_old_weights(with_model: Driver, family: str, tmp_path: Path) -> None:
+    _checkpoint(tmp_path, family, seed=1)
 
     async def run() -> None:
         async with with_model.engine() as engine:

@@ -16,6 +16,8 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.models.execution import Execution
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import packed_attention
+from pipelines.compose import compose
+from pipelines.plan.plan import problems
 from tests.support.tiny_model import tiny_checkpoint, tiny_config
 
 LENGTHS = (5, 33, 1, 70, 12, 8)
@@ -140,3 +142,21 @@ def test_more_active_experts_than_there_are_is_refused() -> None:
     raw = json.loads(tiny_config("qwen3_moe", num_experts_per_tok=9).to_json_string())
     with pytest.raises(CheckpointError, match="num_experts_per_tok=9 is more than num_experts=8"):
         ModelConfig.from_hf(raw)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["engine=vllm"], "engine=vllm takes no updates of experts yet; use engine=native engine.device=cpu"),
+        (["engine.device=cuda"], "there are no kernels for experts on a GPU yet; set engine.device=cpu"),
+        (["trainer.lora.rank=4"], "experts have no adapters; set trainer.lora.targets="),
+    ],
+)
+def test_what_experts_cannot_do_is_refused_with_the_way_out(settings: list[str], said: str) -> None:
+    assert any(said in problem for problem in problems(compose(["experiment=quickstart", "model=moe", *settings])))
+
+
+def test_adapters_on_attention_are_allowed() -> None:
+    targets = "trainer.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+    run = compose(["experiment=quickstart", "model=moe", "trainer.lora.rank=4", targets])
+    assert not [problem for problem in problems(run) if "lora" in problem]

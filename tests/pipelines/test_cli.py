@@ -272,11 +272,15 @@ SHAPE = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_parameters_are_those_of_the_real_model(family: str, tied: bool, bias: bool) -> None:
-    raw = SHAPE | {"model_type": family, "tie_word_embeddings": tied, "attention_bias": bias, "mlp_bias": bias}
+    own = {"model_type": family, "tie_word_embeddings": tied, "attention_bias": bias, "mlp_bias": bias}
+    raw = SHAPE | own | (EXPERTS if family == "qwen3_moe" else {})
     model = ModelConfig.from_hf(raw)
     assert estimate.parameters(model) == sum(p.numel() for p in Decoder(model, torch.float32).parameters())
 

@@ -23,7 +23,7 @@ from asyncrl.weights.transports.shared_memory import SharedMemoryWriter, read_te
 from tests.support.training_groups import gradients_of, make_groups
 
 RUN = Run(trainer=Trainer(lr=1e-3), correction=Importance(reject=()))
-TIED, UNTIED = "tied", "untied"
+TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 MANIFEST = TrainingManifest(step=0, samples_trained=0, consumed=())
 
 
@@ -52,6 +52,7 @@ def gradients(ranks: Ranks, folder: Path) -> None:
     recomputed = msgspec.structs.replace(RUN, trainer=Trainer(token_budget=60, checkpoint_activations=True))
     small = msgspec.structs.replace(RUN, trainer=Trainer(token_budget=120))
     scenes = [(small, TIED, make_groups(5)), (recomputed, UNTIED, make_groups(3)), (kl, UNTIED, one_sample)]
+    scenes += [(small, EXPERTS, make_groups(5)), (kl, EXPERTS, one_sample)]
     for run, model, groups in scenes:
         one, several = _both(folder, ranks, run, model)
         for learner in (one, several):

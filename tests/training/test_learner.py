@@ -21,10 +21,10 @@ from tests.support.training_groups import make_groups
 VOCABULARY = 48
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    tiny_checkpoint(directory)
+    tiny_checkpoint(directory, request.param)
     return directory
 
 

@@ -33,6 +33,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_checkpoint(folder / rank_scenarios.TIED, "qwen2")
     tiny_checkpoint(folder / rank_scenarios.UNTIED, "qwen3")
+    tiny_checkpoint(folder / rank_scenarios.EXPERTS, "qwen3_moe")
     return play(2, SCENES, folder)
 
 
@@ -45,6 +46,7 @@ def test_two_ranks(played: dict[str, list[str]], scene: str) -> None:
 def test_three_ranks_with_rows_for_some_of_them_only(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / rank_scenarios.TIED, "qwen2")
     tiny_checkpoint(tmp_path / rank_scenarios.UNTIED, "qwen3")  # its norms of queries and keys are two rows
+    tiny_checkpoint(tmp_path / rank_scenarios.EXPERTS, "qwen3_moe")
     played = play(3, (rank_scenarios.gradients, rank_scenarios.publication, rank_scenarios.twenty_steps), tmp_path)
     assert "".join("".join(found) for found in played.values()) == ""
 

@@ -1,0 +1,34 @@
+"""What every engine promises, of a mixture of experts: the same tests, with another model."""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.engines import test_conformance as dense
+from tests.engines.test_conformance import (  # noqa: F401  (fixtures and tests are found by their names)
+    path,
+    reference,
+    test_a_wrong_digest_leaves_the_old_weights,
+    test_answers_are_fixed_by_their_seed_not_by_their_company,
+    test_each_update_opens_a_segment,
+    test_greedy_answers_equal_transformers,
+    test_mixed_settings_report_the_distribution_sampled_from,
+    test_updates_use_new_weights_on_old_or_new_keys,
+)
+from tests.support.driving import Driver
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def family() -> str:
+    return "qwen3_moe"
+
+
+@pytest.fixture(params=["native"])
+def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:  # noqa: F811
+    return dense.driver_for(request, path)
+
+
+with_model = drive
