@@ -115,8 +115,8 @@ def test_another_choice_changes_the_answer_and_the_router_learns_of_those_that_w
     gate_up, router = experts.gate_up.grad, experts.router.grad
     assert gate_up is not None
     assert router is not None
-    assert not gate_up[: 6 * 2 * 24].any(), "nobody asked the first six"
-    assert gate_up[6 * 2 * 24 :].any()
+    assert not gate_up[: 6 * 2 * 32].any(), "nobody asked the first six"
+    assert gate_up[6 * 2 * 32 :].any()
     assert router[6:].any()
 
 

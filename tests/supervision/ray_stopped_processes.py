@@ -52,7 +52,7 @@ def test_every_role_is_named_when_it_is_stopped(tmp_path: Path, model: Path, ray
             assert name in found.sentence
             assert found.suspects[0] == name
             if name == "trainer":
-                assert "complete groups wait in the buffer and no new one is admitted (staleness:" in found.sentence
+                assert "complete groups wait in the buffer and no new one is admitted (" in found.sentence
             written = msgspec.json.decode((tmp_path / "run" / "stall.json").read_bytes())
             assert written["sentence"] == found.sentence
             assert written["snapshot"]["actors"][name]["health"] == "stopped"

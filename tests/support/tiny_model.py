@@ -17,7 +17,7 @@ from transformers import (
 
 DENSE = ("llama", "qwen2", "qwen3")
 FAMILIES = (*DENSE, "qwen3_moe")
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 SHAPE = {
     "vocab_size": 48,
     "hidden_size": 32,
