@@ -153,7 +153,7 @@ class BufferActor:
     async def advance(self, version: int) -> None:
         await self._change(lambda: self._store.advance(version))
 
-    async def limit(self, staleness: int, max_ready: int = 0) -> None:
+    async def limit(self, staleness: int, max_ready: int) -> None:
         """Admit under these bounds from now on; `max_staleness` stays the upper limit."""
         await self._change(lambda: self._store.limit(staleness, max_ready))
 

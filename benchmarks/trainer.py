@@ -12,7 +12,8 @@ are `kept` for the backward or computed again in it (`recomputed`); `compiled` i
 `eager` is ours without it. With --lora both sides train adapters of that rank on frozen bf16 weights (peft's for
 transformers). Both sides load the same random weights, take as many tokens at a time, and weigh each answer's
 log-probabilities by the same advantage, so gradients have the same norm, which is shown. Each row is measured in a
-process of its own, after a warm-up. A row that fails, for lack of memory or of a compiler, says so.
+process of its own, after a warm-up, one length after another. A row that fails, for lack of memory or of a compiler,
+says so.
 
 TFLOP/s are those of the model: 6 for each weight of a matrix and token (2 forward, 4 backward, of which frozen weights
 lack 2; of the embedding nothing, of the output matrix only where a token is predicted), and 12 for each number of a
@@ -21,6 +22,7 @@ rows have the same count.
 """
 
 import argparse
+import gc
 import os
 import platform
 import resource
@@ -117,6 +119,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """One row."""
 
     row: str
+    tokens: int
+    """Of a completion."""
     budget: int
     seconds: float = 0.0
     """Of a step, the median."""
@@ -302,8 +306,26 @@ def _rows(rows: Sequence[tuple[np.ndarray, Answer]]) -> tuple[torch.Tensor, torc
     return tokens_B_T, target_B_T, weight_B_T
 
 
-def measure(model: Path, setting: Setting, row: str) -> Figures:
-    """One row, in this process."""
+def measure(model: Path, settings: Sequence[Setting], row: str) -> list[Figures]:
+    """One row at each length of `settings`, in this process."""
+    found: list[Figures] = []
+    for setting in settings:
+        try:
+            found.append(_measure(model, setting, row))
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            found.append(failed(setting, row, error))
+        torch.compiler.reset()  # the next length is compiled for itself
+        gc.collect()
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def failed(setting: Setting, row: str, error: Exception) -> Figures:
+    return Figures(row=row, tokens=setting.tokens, budget=setting.budget_of(row), error=str(error).splitlines()[0])
+
+
+def _measure(model: Path, setting: Setting, row: str) -> Figures:
     groups, on_gpu = make_groups(setting), setting.device == "cuda"
     run, config = trainer_run(setting, row), read_config(model)
     blocks = with_advantages(run, groups)
@@ -324,6 +346,7 @@ def measure(model: Path, setting: Setting, row: str) -> Figures:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
     return Figures(
         row=row,
+        tokens=setting.tokens,
         budget=setting.budget_of(row),
         seconds=each,
         all_seconds=tuple(seconds),
@@ -361,45 +384,46 @@ def matrix_tflops() -> float:
     return 2 * size**3 / statistics.median(times[1:]) / 1e12
 
 
-def compare(setting: Setting, rows: Sequence[str]) -> Iterator[Figures]:
-    config = ModelConfig.from_hf(setting.config)
-    with made(config, setting.device) as model:
-        for row in rows:
-            try:  # each in its own process: nothing of the one before is in memory, and its failure is its own
-                yield alone(measure, model, setting, row)
-            except RuntimeError as error:
-                yield Figures(row=row, budget=setting.budget_of(row), error=str(error))
+def compare(model: Path, settings: Sequence[Setting], rows: Sequence[str]) -> Iterator[Figures]:
+    for row in rows:
+        try:  # each in its own process: nothing of the one before is in memory, and its failure is its own
+            yield from alone(measure, model, settings, row)
+        except RuntimeError as error:
+            yield from (failed(setting, row, error) for setting in settings)
 
 
 HEAD = (
-    f"{'':24}{'seconds':>9}{'samples/s':>11}{'tokens/s':>10}{'TFLOP/s':>9}{'peak GB':>9}{'planned':>9}"
+    f"{'':24}{'length':>8}{'seconds':>9}{'samples/s':>11}{'tokens/s':>10}{'TFLOP/s':>9}{'peak GB':>9}{'planned':>9}"
     f"{'gradient':>10}{'tokens at a time':>18}"
 )
 
 
 def line(found: Figures) -> str:
     if found.error:
-        return f"{found.row:24} left out: {found.error}"
+        return f"{found.row:24}{found.tokens:8} left out: {found.error}"
     planned = f"{found.predicted_bytes / 1e9:9.1f}" if found.predicted_bytes else f"{'':9}"
     digits = 1 if found.tflops >= 10 else 4
     return (
-        f"{found.row:24}{found.seconds:9.3f}{found.samples_per_second:11.1f}{found.tokens_per_second:10,.0f}"
+        f"{found.row:24}{found.tokens:8}{found.seconds:9.3f}{found.samples_per_second:11.1f}{found.tokens_per_second:10,.0f}"
         f"{found.tflops:9.{digits}f}{found.peak_bytes / 1e9:9.2f}{planned}{found.gradient_norm:10.5f}{found.budget:18}"
     )
 
 
-def describe(setting: Setting, shape: str) -> str:
+def describe(settings: Sequence[Setting], shape: str) -> str:
+    """`settings` differ in their lengths."""
+    setting = settings[0]
     config = ModelConfig.from_hf(setting.config)
     device = torch.cuda.get_device_name() if setting.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     matrix = "shared with the embedding" if config.tied_embeddings else "of its own"
-    size = f"a median of {setting.tokens} tokens, long-tailed," if setting.tailed else f"{setting.tokens} tokens"
+    tailed = "; lengths are medians, long-tailed" if setting.tailed else ""
+    sizes = ", ".join(f"{each.answers} x {each.tokens}" for each in settings)
     precision = "bf16 products, fp32 master weights" if setting.dtype == "bf16" else "fp32"
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return (
         f"{device}; {packages}; {precision}, AdamW\n"
         f"{shape}: {parameters(config) / 1e9:.3f} G parameters, vocabulary {config.vocabulary}, output matrix "
         f"{matrix}\n"
-        f"{setting.answers} answers of {size} behind prompts of {setting.prompt}; median of {setting.repeats} steps"
+        f"answers x tokens: {sizes}, behind prompts of {setting.prompt}{tailed}; median of {setting.repeats} steps"
     )
 
 
@@ -412,7 +436,7 @@ def setting_of(options: argparse.Namespace, tokens: int | None = None) -> Settin
     budget = options.budget or (32_768 if on_gpu else 4096)
     return Setting(
         config=raw,
-        answers=options.answers or (max(GROUP, 2**18 // (tokens or 4096)) if on_gpu else 16),
+        answers=options.answers or (max(2, options.step_tokens // (tokens or 4096)) if on_gpu else 16),
         tokens=tokens or (4096 if on_gpu else 256),
         prompt=options.prompt,
         tailed=options.tailed,
@@ -431,7 +455,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="qwen3-1.7b, on a CPU tiny")
     parser.add_argument("--vocabulary", type=int, metavar="N", help="instead of the shape's own")
     parser.add_argument("--untied", action="store_true", help="an output matrix of its own, also in small shapes")
-    parser.add_argument("--answers", type=int, metavar="N", help="of a step; as many as make 2^18 tokens, on a CPU 16")
+    parser.add_argument(
+        "--answers", type=int, metavar="N", help="of a step; as many as make --step-tokens, on a CPU 16"
+    )
+    parser.add_argument("--step-tokens", type=int, default=2**18, metavar="N", help="of all answers of a step")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="of an answer; 4096, on a CPU 256")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters; 0 trains every weight")
     parser.add_argument("--tailed", action="store_true", help="lengths are log-normal, with --tokens in the middle")
@@ -451,20 +478,23 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
-    limit, found = matrix_tflops() if options.device == "cuda" else None, list[dict[str, Any]]()
-    for number, tokens in enumerate(options.tokens or [None]):
-        setting, rows = setting_of(options, tokens), list[Figures]()
-        found.append({"shape": options.shape, "limit_tflops": limit, "setting": setting, "rows": rows})
-        print(("\n" if number else "") + describe(setting, options.shape))
-        if limit:
-            print(f"a plain product of bf16 matrices makes {limit:.0f} TFLOP/s here")
-        print(HEAD, flush=True)
-        for figures in compare(setting, options.rows):
-            rows.append(figures)
-            print(line(figures), flush=True)
-            if options.out:
-                whole = found if len(found) > 1 else found[0]
-                options.out.write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
+    with made(ModelConfig.from_hf(setting_of(options).config), options.device) as model:
+        run(model, options)
+
+
+def run(model: Path, options: argparse.Namespace) -> None:
+    limit, found = matrix_tflops() if options.device == "cuda" else None, list[Figures]()
+    settings = [setting_of(options, tokens) for tokens in options.tokens or [None]]
+    print(describe(settings, options.shape))
+    if limit:
+        print(f"a plain product of bf16 matrices makes {limit:.0f} TFLOP/s here")
+    print(HEAD, flush=True)
+    for figures in compare(model, settings, options.rows):
+        found.append(figures)
+        print(line(figures), flush=True)
+        if options.out:
+            whole = {"shape": options.shape, "limit_tflops": limit, "settings": settings, "rows": found}
+            options.out.write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
     print("TFLOP/s: 6 a weight and token (4 if frozen) + attention, nothing for what is computed again. What differs:")
     print("\n".join(f"- {each}" for each in DIFFERENCES))
 

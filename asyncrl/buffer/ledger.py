@@ -356,7 +356,7 @@ class Ledger:
 
     @property
     def lacks_fresh(self) -> bool:
-        """Whether the trainer would take a group that was admitted now and complete at once: none is reserved for."""
+        """Whether a group that was admitted now and complete at once would be taken: not all room is stragglers'."""
         return self._can_pass(self._due, self._latest_expiry + 1, 0)
 
     def _can_pass(self, due: Counter[int], expiry: int, chosen: int) -> bool:

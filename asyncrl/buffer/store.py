@@ -210,7 +210,7 @@ class TrajectoryBuffer:
             raise ValueError(f"version {version} cannot be published: only {self._ledger.step} steps are committed")
         self._journaled.publish(version)
 
-    def limit(self, staleness: int, max_ready: int = 0) -> None:
+    def limit(self, staleness: int, max_ready: int) -> None:
         """Admit under this bound from now on, if the run's own is not tighter, and nothing while `max_ready` groups are
         complete or just begun, unless it is 0. A replay repeats what was recorded."""
         self._max_ready = max_ready

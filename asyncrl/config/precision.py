@@ -92,13 +92,9 @@ def check_precision(run: "Run") -> None:
         )
 
 
-def model_problems(
-    run: "Run", *, layers: int, qk_norm: bool, joined: Sequence[int] = (), experts: bool = False
-) -> Iterator[str]:
+def model_problems(run: "Run", *, layers: int, qk_norm: bool, joined: Sequence[int] = ()) -> Iterator[str]:
     """`joined`: outputs of the matrices that some engines join with others."""
     rollout = run.rollout
-    if experts:
-        yield from _expert_problems(run)
     found = numerics(rollout.precision, rollout.fp8)
     if found is None:
         return
@@ -111,15 +107,3 @@ def model_problems(
             "layers of the model, so that nothing is quantized; lower them"
         )
     yield from run.engine.model_problems(joined)
-
-
-def _expert_problems(run: "Run") -> Iterator[str]:
-    """What a mixture of experts cannot do yet."""
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    if run.trainer.lora.rank and not set(run.trainer.lora.targets) <= set(attention):
-        yield (
-            f"trainer.lora.targets={list(run.trainer.lora.targets)}: experts have no adapters; set "
-            f"trainer.lora.targets=[{','.join(attention)}]"
-        )
-    if run.engine.refuses_experts:
-        yield run.engine.refuses_experts

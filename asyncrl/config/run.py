@@ -72,6 +72,10 @@ class WarmStart(ModelBase, frozen=True, tag="warm_start"):
     noise: Fraction = 0.2
     """Chance that a worked step of the examples is wrong."""
 
+    def __post_init__(self) -> None:
+        if 0 < self.experts < self.active_experts:
+            raise ValueError(f"active_experts={self.active_experts} must not be above experts={self.experts}")
+
     @property
     def warm_start(self) -> Self:
         return self

@@ -173,8 +173,8 @@ def gated_shapes(cfg: ModelConfig, layer: int) -> list[tuple[int, int]]:
 
 
 def _experts(raw: Mapping[str, Any]) -> Experts:
-    names = "num_experts", "num_local_experts"  # transformers 5 writes the second
-    count = _size(raw, names["num_local_experts" in raw])
+    written_by_transformers_5 = "num_local_experts" in raw
+    count = _size(raw, "num_local_experts" if written_by_transformers_5 else "num_experts")
     active = _size(raw, "num_experts_per_tok")
     if active > count:
         raise CheckpointError(f"num_experts_per_tok={active} is more than num_experts={count}")

@@ -34,8 +34,8 @@ class Execution(NamedTuple):
     """So many of the first layers are computed again in the backward: by then those behind have freed their memory."""
     compiled: bool = False
     flash: bool = False
-    """Attention is one operation that can be compiled with the rest; other kinds have a layer compiled in two parts, of
-    which experts are none."""
+    """Attention is one operation that can be compiled with the rest; other kinds have a layer compiled in two parts.
+    Not for experts, of which nothing is compiled: the second part is left as it is."""
 
     def layer(self, index: int) -> LayerForward:
         recompute = index < self.recomputed and torch.is_grad_enabled()

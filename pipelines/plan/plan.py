@@ -16,6 +16,7 @@ from asyncrl.config.user_code import Called, stages
 from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
+from asyncrl.models.config import ATTENTION
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
@@ -145,12 +146,24 @@ def _model(run: Run) -> Iterator[str]:
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
     joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
-    experts = model.experts is not None
-    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined, experts=experts)
+    yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined)
+    if model.experts is not None:
+        yield from _experts(run)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
         yield from _card(run, required)
+
+
+def _experts(run: Run) -> Iterator[str]:
+    """What a mixture of experts cannot do yet."""
+    if run.trainer.lora.rank and not set(run.trainer.lora.targets) <= set(ATTENTION):
+        yield (
+            f"trainer.lora.targets={list(run.trainer.lora.targets)}: experts have no adapters; set "
+            f"trainer.lora.targets=[{','.join(ATTENTION)}]"
+        )
+    if run.engine.refuses_experts:
+        yield run.engine.refuses_experts
 
 
 def _room(run: Run, required: Needs) -> Iterator[str]:

@@ -251,13 +251,13 @@ def test_a_resumed_run_replays_and_issues_again(tmp_path: Path) -> None:
 def test_a_wider_bound_wakes_admission(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer = make(tmp_path)
-        await buffer.limit(0)
+        await buffer.limit(0, max_ready=0)
         assert [ticket.group for ticket in await buffer.admit(1.0)] == [0, 1]
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(buffer.admit(timeout_s=60))
             await settle()
             assert not admitting.done()
-            await buffer.limit(1)
+            await buffer.limit(1, max_ready=0)
         assert [ticket.group for ticket in admitting.result()] == [2, 3]
 
     asyncio.run(scenario())

@@ -36,7 +36,7 @@ def test_both_sides_take_the_same_step(words: str) -> None:
     setting = _setting(words)
     with made(ModelConfig.from_hf(setting.config), "cpu") as model:
         rows = [row for row in trainer.ROWS if not row.endswith("compiled")]  # which takes a C++ compiler, and minutes
-        found = [trainer.measure(model, setting, row) for row in rows]
+        found = [trainer.measure(model, [setting], row)[0] for row in rows]
     assert [figures.budget for figures in found] == [64, 32, 64, 64, 32]
     first = found[0].gradient_norm
     assert first > 0
@@ -57,7 +57,7 @@ def test_settings_of_ours_and_adapters_are_those_named() -> None:
     assert (run.trainer.optimizer, run.trainer.checkpoint_activations) == ("adamw_8bit", 1)
     assert run.trainer.lora.rank == 2
     with made(ModelConfig.from_hf(setting.config), "cpu") as model:
-        assert trainer.measure(model, setting, "asyncrl recomputed").gradient_norm > 0
+        assert trainer.measure(model, [setting], "asyncrl recomputed")[0].gradient_norm > 0
     with pytest.raises(msgspec.ValidationError, match="optimizer"):
         trainer.trainer_run(msgspec.structs.replace(setting, ours=("trainer.optimizer=sgd",)), "asyncrl kept")
 
@@ -97,8 +97,8 @@ def test_a_row_that_fails_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
     trainer.main([*words.split(), "asyncrl kept"])
     shown = capsys.readouterr().out
     assert "tiny: 0.007 G parameters, vocabulary 50, output matrix shared with the embedding" in shown
-    assert "16 answers of 12 tokens behind prompts of 1; median of 1 steps" in shown
+    assert "answers x tokens: 16 x 12, behind prompts of 1; median of 1 steps" in shown
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert (row["row"], row["error"], row["seconds"] > 0) == ("asyncrl kept", "", True)
-    left_out = trainer.line(trainer.Figures(row="asyncrl kept", budget=1, error="OutOfMemoryError: no"))
-    assert left_out == "asyncrl kept             left out: OutOfMemoryError: no"
+    left_out = trainer.line(trainer.Figures(row="asyncrl kept", tokens=12, budget=1, error="OutOfMemoryError: no"))
+    assert left_out == "asyncrl kept                  12 left out: OutOfMemoryError: no"

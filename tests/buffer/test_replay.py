@@ -93,7 +93,7 @@ class World:
         elif choice < 0.9:
             self.trainer.work(max_groups=self.rng.randint(1, 3))
         elif choice < 0.92:
-            self.buffer.limit(self.rng.randint(0, 2))
+            self.buffer.limit(self.rng.randint(0, 2), max_ready=0)
         else:
             self.buffer.advance(self.trainer.step)
 
@@ -235,16 +235,16 @@ def test_the_admission_bound_survives_a_kill_and_a_replay_keeps_to_the_recorded_
         buffer.append_many([payload(group, 0), payload(group, 1)])
     buffer.take(2)
     buffer.commit(0)
-    buffer.limit(0)
+    buffer.limit(0, max_ready=0)
     buffer.advance(1)
     again = open_buffer(killed(tmp_path / "run", tmp_path / "resumed"), restore_step=0, max_staleness=2)
     again.take(2)
-    again.limit(1)  # a controller that begins again must not write into the record
+    again.limit(1, max_ready=0)  # a controller that begins again must not write into the record
     again.commit(0)
-    again.limit(1)
+    again.limit(1, max_ready=0)
     again.advance(1)
     assert [isinstance(again.admit(0.0), Ticket) for _ in range(3)] == [True, True, False], "one step of two groups"
-    again.limit(7)
+    again.limit(7, max_ready=0)
     assert [isinstance(again.admit(0.0), Ticket) for _ in range(5)] == [True] * 4 + [False], "three steps, not eight"
 
 

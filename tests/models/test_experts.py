@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import load_model, save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.execution import Execution
+from asyncrl.models.experts import ExpertTensors
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import packed_attention
 from pipelines.compose import compose
@@ -160,3 +161,18 @@ def test_adapters_on_attention_are_allowed() -> None:
     targets = "trainer.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
     run = compose(["experiment=quickstart", "model=moe", "trainer.lora.rank=4", targets])
     assert not [problem for problem in problems(run) if "lora" in problem]
+
+
+def test_products_may_be_rounded_before_they_are_projected_back() -> None:
+    """As FP8 does; one expert, so that the sum is its answer alone."""
+    x_T_E, router_E_X = torch.randn(5, 4), torch.zeros(4, 1)
+    gate_up_X_E_F, down_X_F_E = torch.randn(1, 4, 6), torch.randn(1, 3, 4)
+    experts = ExpertTensors(router_E_X, gate_up_X_E_F, down_X_F_E, active=1, renormalized=True)
+    gate_T_F, up_T_F = (x_T_E @ gate_up_X_E_F[0]).chunk(2, dim=-1)
+    wanted_T_E = torch.round(torch.nn.functional.silu(gate_T_F) * up_T_F) @ down_X_F_E[0]
+    torch.testing.assert_close(experts.forward(x_T_E, 0, None, between=torch.round), wanted_T_E)
+
+
+def test_more_active_experts_than_are_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"active_experts=3 must not be above experts=2"):
+        compose(["experiment=quickstart", "model=moe", "model.experts=2", "model.active_experts=3"])
