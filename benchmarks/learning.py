@@ -164,7 +164,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--score", type=float, default=0.85, help="that samples and seconds are counted to")
     parser.add_argument("--words", type=Path, metavar="MODEL", help="this model on the long-tailed lists, on a GPU")
     parser.add_argument("--samples", type=int, metavar="N", help="of a run, instead of --steps")
-    return parser.parse_args(words)
+    return parser.parse_intermixed_args(words)
 
 
 def common(options: argparse.Namespace) -> list[str]:

@@ -225,11 +225,18 @@ class Run(Settings, frozen=True):
         return (self.max_staleness + 1) * self.flow.groups_per_step
 
 
+BEFORE: Mapping[str, Mapping[str, Any]] = {"trainer": {"shorten_momentum": False}}
+"""What runs did before there was a setting for it, where its default is something else."""
+
+
 def load(raw: Mapping[str, Any], *, recorded: bool = False) -> Run:
     """Turn composed YAML into a checked Run, or raise ConfigError with the path of what is wrong.
 
-    The settings of a `recorded` run may also be such that it cannot learn: older versions did not refuse them.
+    A `recorded` run names every setting that there was. One that it lacks is newer, and has the value that repeats the
+    run. Its settings may also be such that it cannot learn: older versions did not refuse them.
     """
+    if recorded:
+        raw = {**raw, **{name: {**values, **raw.get(name, {})} for name, values in BEFORE.items()}}
     if unknown := unknown_keys(raw, Run):
         raise ConfigError("\n".join(unknown))
     try:

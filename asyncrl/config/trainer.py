@@ -36,6 +36,9 @@ class Trainer(Settings, frozen=True):
     weight_decay: NonNegative = 0.0
     beta1: Probability = 0.9
     beta2: Probability = 0.99
+    shorten_momentum: bool = True
+    """Raise beta1 to the power 1 + a in a step whose samples are `a` versions old on average: what comes late is
+    averaged over fewer steps. A synchronous run has a = 0."""
     grad_clip: AboveZero = 1.0
     token_budget: Positive = 8192
     """Tokens of one forward and backward of one rank."""

@@ -36,16 +36,15 @@ class Rates(NamedTuple):
     lr: Tensor
     shrink: Tensor
     """What weight decay leaves of a weight."""
+    fresh: Tensor
+    """What a gradient counts in the first moment."""
     bias1: Tensor
     bias2_root: Tensor
     seed: Tensor
     """Of the rounding of this step."""
 
 
-class Betas(NamedTuple):
-    beta1: float
-    beta2: float
-    eps: float = 1e-8
+EPS = 1e-8
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,15 +137,15 @@ def _chance(like: Tensor, seed: Tensor) -> Tensor:
     return (bits.float() / 2**32).view_as(like)
 
 
-def _update(moments: Moments, betas: Betas, rates: Rates, kept: Mapping[str, Tensor]) -> None:
+def _update(moments: Moments, beta2: float, rates: Rates, kept: Mapping[str, Tensor]) -> None:
     """One step of a piece, in place."""
     weight, gradient = kept["weight"], kept["gradient"]
     master = join(weight, kept[HALF]) if HALF in kept else weight
     first, second = moments.read(kept)
-    first = torch.lerp(first, gradient, 1 - betas.beta1)
-    second = betas.beta2 * second + (1 - betas.beta2) * gradient * gradient
+    first = first + (gradient - first) * rates.fresh
+    second = beta2 * second + (1 - beta2) * gradient * gradient
     moments.write(kept, first, second, rates.seed)
-    change = rates.lr * (first / rates.bias1) / (second.sqrt() / rates.bias2_root + betas.eps)
+    change = rates.lr * (first / rates.bias1) / (second.sqrt() / rates.bias2_root + EPS)
     master = master * rates.shrink - change
     if HALF in kept:
         rounded, half = split(master)
@@ -156,29 +155,29 @@ def _update(moments: Moments, betas: Betas, rates: Rates, kept: Mapping[str, Ten
         weight.copy_(master)
 
 
-def _update_fp32(betas: Betas, rates: Rates, kept: Tensors) -> None:
-    _update(Fp32Moments, betas, rates, kept)
+def _update_fp32(beta2: float, rates: Rates, kept: Tensors) -> None:
+    _update(Fp32Moments, beta2, rates, kept)
 
 
-def _update_8bit(betas: Betas, rates: Rates, kept: Tensors) -> None:
-    _update(EightBit, betas, rates, kept)
+def _update_8bit(beta2: float, rates: Rates, kept: Tensors) -> None:
+    _update(EightBit, beta2, rates, kept)
 
 
 class AdamW(torch.optim.Optimizer):
-    """For parameters in bf16 or fp32; the rate of a step is set in `param_groups`, as with torch's own."""
+    """For parameters in bf16 or fp32; rate and betas of a step are set in `param_groups`, as with torch's own."""
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        betas: Betas,
+        betas: tuple[float, float],
         weight_decay: float,
         eight_bit: bool = False,
         offload: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(parameters, {"lr": 0.0, "weight_decay": weight_decay})
-        self._betas, self._compile, self._eight_bit = betas, compile, eight_bit
+        super().__init__(parameters, {"lr": 0.0, "betas": betas, "weight_decay": weight_decay})
+        self._compile, self._eight_bit = compile, eight_bit
         self._device = self._parameters[0].device
         self._zeros: Callable[[int, torch.dtype], Tensor] = partial(_host if offload else _on_card, self._device)
         self._staging = Staging(self._device) if offload else None
@@ -265,7 +264,7 @@ class AdamW(torch.optim.Optimizer):
                 self.make_moments(parameter)
             state["step"] += 1
             rates, kinds = self._rates(int(state["step"])), self.moments_of(parameter)
-            update = partial(self._chosen(kinds), self._betas, rates)
+            update = partial(self._chosen(kinds), self.param_groups[0]["betas"][1], rates)
             pieces = _pieces(parameter, gradient, {k: v for k, v in state.items() if k != "step"})
             if self._staging is None:
                 for here, kept in pieces:
@@ -280,10 +279,10 @@ class AdamW(torch.optim.Optimizer):
         return cast(Callable[..., None], compiled(function)) if self._compile else function
 
     def _rates(self, step: int) -> Rates:
-        group, (beta1, beta2, _) = self.param_groups[0], self._betas
-        numbers = group["lr"], 1 - group["lr"] * group["weight_decay"], 1 - beta1**step, (1 - beta2**step) ** 0.5
-        lr, shrink, bias1, bias2_root = map(torch.tensor, numbers)
-        return Rates(lr, shrink, bias1, bias2_root, torch.tensor(step))
+        group = self.param_groups[0]
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        numbers = lr, 1 - lr * group["weight_decay"], 1 - beta1, 1 - beta1**step, (1 - beta2**step) ** 0.5
+        return Rates(*map(torch.tensor, numbers), seed=torch.tensor(step))
 
 
 def _pieces(parameter: nn.Parameter, gradient: Tensor, state: Tensors) -> Iterator[tuple[Tensors, Tensors]]:

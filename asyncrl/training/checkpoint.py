@@ -54,6 +54,8 @@ class TrainingManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Group ids trained on, as inclusive ranges."""
     least_drift: float | None = None
     """What `Caution` has seen, put in by `save`; None: nothing yet, or an older checkpoint."""
+    momentum_ages: float = 0.0
+    """`Momentum.ages`, put in by `save`."""
 
 
 def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -87,7 +89,8 @@ def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model
         _save_adapters(learner, scratch, learner.lora, model_path)
     if ranks.rank == 0:
         seen = learner.caution.least
-        manifest = msgspec.structs.replace(manifest, least_drift=seen if math.isfinite(seen) else None)
+        seen = seen if math.isfinite(seen) else None
+        manifest = msgspec.structs.replace(manifest, least_drift=seen, momentum_ages=learner.momentum.ages)
         _complete(scratch, final, manifest, model_path)
         _forget(directory, keep)
     ranks.fence()
@@ -247,6 +250,7 @@ def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
         _restore_critic(learner.critic, checkpoint, learner.ranks)
     learner.version = manifest.step
     learner.caution.least = math.inf if manifest.least_drift is None else manifest.least_drift
+    learner.momentum.ages = manifest.momentum_ages
     return manifest
 
 

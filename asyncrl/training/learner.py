@@ -28,7 +28,7 @@ from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import uses_flash
 from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
-from asyncrl.training.adamw import AdamW, Betas
+from asyncrl.training.adamw import AdamW
 from asyncrl.training.advantages import TokenAdvantages, with_advantages
 from asyncrl.training.batches import PackedBatch, share
 from asyncrl.training.critic import Critic
@@ -49,6 +49,7 @@ from asyncrl.training.export import Export
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.guardrails import alarms
 from asyncrl.training.hidden_capture import HiddenTap
+from asyncrl.training.momentum import Momentum
 from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
@@ -94,6 +95,7 @@ class Learner:
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
         self.version, self.caution = 0, Caution(run.correction)
+        self.momentum = Momentum(run.trainer.beta1, shortened=run.trainer.shorten_momentum)
         self._reset()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -109,7 +111,7 @@ class Learner:
             raise ConfigError(f"trainer.offload={settings.offload} needs a GPU, and there is none here; set it to none")
         return AdamW(
             self._trained,
-            betas=Betas(settings.beta1, settings.beta2),
+            betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
             eight_bit=settings.optimizer == "adamw_8bit",
             offload=settings.offload == "optimizer",
@@ -156,12 +158,14 @@ class Learner:
         self._off_policy: OffPolicy | None = None
         self._held: list[Group] = []
         self._fault = ""
+        self.momentum.begin()
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Forward and backward; gradients add up until `step`."""
         self._samples += sum(len(group.trajectories) for group in groups)
         self._tokens += sum(t.sampled_tokens for group in groups for t in group.trajectories)
+        self.momentum.observe((t for group in groups for t in group.trajectories), self.version)
         if self._left_out:
             return
         if self._entry.whole_step:
@@ -270,6 +274,7 @@ class Learner:
             self._fault = f"the gradient of {self._samples} samples is not finite"
         found, least = figures(self._observed), self.caution.least
         found["lr_scale"] = self.caution.scale(found["drift"], late=late(self._observed))
+        found["momentum"] = self.momentum.beta1
         if trains and self._algorithm.needs_advantages:
             found["informative_fraction"] = self._sums.get("informative", 0.0) / max(self._samples, 1)
         report = self._report(norm, found)
@@ -279,9 +284,7 @@ class Learner:
             self._drop_step(least)
             raise
         if trains and not self._fault:  # else weight decay would move it, and momentum begin to count
-            rate = learning_rate(self._settings, self.version, self._run.steps)
-            self.optimizer.param_groups[0]["lr"] = rate * found["lr_scale"]
-            self.optimizer.step()
+            self._update(learning_rate(self._settings, self.version, self._run.steps) * found["lr_scale"])
         if self.critic is not None:
             report.figures.update(self.critic.step(self._tokens, frozen=bool(self._fault)))
         if self.device.type == "cuda":
@@ -291,6 +294,17 @@ class Learner:
         if self.hidden is not None:
             self.hidden.begin_step(self.version)
         return report
+
+    def _update(self, rate: float) -> None:
+        group = self.optimizer.param_groups[0]
+        group["betas"] = self.momentum.beta1, self._settings.beta2
+        group["lr"] = rate * self.momentum.applied(self._updates + 1)
+        self.optimizer.step()
+
+    @property
+    def _updates(self) -> int:
+        """That the optimizer has made: skipped steps are none."""
+        return int(self.optimizer.state[self._trained[0]].get("step", 0))
 
     def _drop_step(self, least: float) -> None:
         """Forget what was accumulated, and what the step has shown."""

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from asyncrl.training import adamw
-from asyncrl.training.adamw import BLOCK, AdamW, Betas, EightBit, join, split
+from asyncrl.training.adamw import BLOCK, AdamW, EightBit, join, split
 
-BETAS = Betas(0.9, 0.99)
+BETAS = (0.9, 0.99)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=64))

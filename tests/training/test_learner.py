@@ -202,9 +202,11 @@ def test_restored_training_continues_bit_for_bit(model_path: Path, tmp_path: Pat
     found = checkpoint.restore(resumed, saved)
     assert (found.step, found.samples_trained, found.consumed) == (2, 16, ((0, 3),))
     assert found.least_drift
+    assert found.momentum_ages == 1.0, "samples of version 0: in the second step they are one version old"
     for seed in (2, 3):
         resumed.accumulate(make_groups(2, seed))
-        resumed.step()
+        report = resumed.step()
+    assert report.figures["momentum"] == pytest.approx(0.9**4)
     assert resumed.version == straight.version
     expected = dict(straight.tensors())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.tensors())
