@@ -11,7 +11,8 @@ for stragglers in their last step is hardly shortened by further groups, but whe
     lately less                                     W shrinks, at most by a sixteenth, and to P / 2: with less in front
                                                     of it the trainer asks often for little, which takes time too
 
-Where engines are the slower side W grows until they are full, or `max_staleness` is the only limit.
+Where engines are the slower side W grows to 2 P, or less if they are full before: in simulated runs more than that made
+samples a quarter older and at most 5 % more of them.
 """
 
 from math import ceil
@@ -35,7 +36,8 @@ class ReadyWindow:
         self._per_step = run.flow.groups_per_step
         self._least = max(run.flow.groups_per_take, self._per_step / 2)
         places = max(run.rollout.replicas, run.elastic.max) * run.engine.max_batch
-        self._most = min(run.capacity_groups, self._per_step + ceil(places / run.rollout.group_size))
+        beside = min(self._per_step, ceil(places / run.rollout.group_size))
+        self._most = min(run.capacity_groups, self._per_step + beside)
         self._window = float(self._per_step)
         self._lately: float | None = None
 
