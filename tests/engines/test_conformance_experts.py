@@ -9,6 +9,7 @@ from tests.engines import test_conformance as dense
 from tests.engines.test_conformance import (  # noqa: F401  (fixtures and tests are found by their names)
     path,
     reference,
+    shared_vllm,
     test_a_wrong_digest_leaves_the_old_weights,
     test_answers_are_fixed_by_their_seed_not_by_their_company,
     test_each_update_opens_a_segment,
@@ -26,7 +27,7 @@ def family() -> str:
     return "qwen3_moe"
 
 
-@pytest.fixture(params=["native"])
+@pytest.fixture(params=["native", dense.VLLM])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:  # noqa: F811
     return dense.driver_for(request, path)
 
