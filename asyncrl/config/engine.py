@@ -17,8 +17,7 @@ from asyncrl.errors import ConfigError, EngineError
 Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"]
 KeptBase = Literal["nothing", "adapted", "everything"]
 CPU_EXPERT_BLOCK = 32
-"""Outputs that vLLM's kernel for experts on a CPU computes together. It pads the width of experts, but not their outputs,
-which are as many as the hidden size."""
+"""Outputs that vLLM's kernel for experts on a CPU computes together. It pads the width of experts, not the hidden size."""
 
 
 class EngineBase(Chosen, frozen=True, kw_only=True):

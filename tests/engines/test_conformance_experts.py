@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from asyncrl.models.checkpoint import load_model, save_model
 from tests.engines import test_conformance as dense
 from tests.engines.test_conformance import (  # noqa: F401  (fixtures and tests are found by their names)
     path,
-    reference,
     shared_vllm,
     test_a_wrong_digest_leaves_the_old_weights,
     test_answers_are_fixed_by_their_seed_not_by_their_company,
@@ -18,6 +18,7 @@ from tests.engines.test_conformance import (  # noqa: F401  (fixtures and tests 
     test_updates_use_new_weights_on_old_or_new_keys,
 )
 from tests.support.driving import Driver
+from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,6 +26,15 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def family() -> str:
     return "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path, family: str) -> PreTrainedModel:  # noqa: F811
+    """Engines load it as we save it."""
+    theirs = tiny_checkpoint(path, family, tie_word_embeddings=True)
+    ours, _ = load_model(path)
+    save_model(ours, path)
+    return theirs
 
 
 @pytest.fixture(params=["native", dense.VLLM])
