@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, EngineError
 Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"]
 KeptBase = Literal["nothing", "adapted", "everything"]
 CPU_EXPERT_BLOCK = 32
-"""Outputs that vLLM's kernel for experts on a CPU computes together. It pads the width of experts, not the hidden size."""
+"""Outputs that vLLM's kernel for experts computes together on a CPU. It pads their width, but not the hidden size."""
 
 
 class EngineBase(Chosen, frozen=True, kw_only=True):
