@@ -62,8 +62,9 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         longest takes."""
         return 0
 
-    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
-        """Of the weights that adapters are merged into, what it holds beside the merged ones, on a GPU or on a CPU."""
+    def kept_base(self, *, gpu: bool, converted: bool) -> KeptBase:
+        """Of the weights that adapters are merged into, what it holds beside the merged ones, on a GPU or on a CPU.
+        `converted`: some are in FP8 or experts, which kernels may want in another layout."""
         return "nothing"
 
     @property
@@ -166,7 +167,7 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 2 * full  # it grows by doubling
 
-    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
+    def kept_base(self, *, gpu: bool, converted: bool) -> KeptBase:
         on_gpu = self.device == "cuda" or (gpu and self.may_use_gpu)
         return "adapted" if on_gpu else "nothing"  # on a CPU it reads the model's files again
 
@@ -250,8 +251,8 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 0 if gpu else self.cpu_cache_gib << 30
 
-    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
-        return "adapted" if gpu and not fp8_weights else "everything"  # vLLM loads whole layers then
+    def kept_base(self, *, gpu: bool, converted: bool) -> KeptBase:
+        return "adapted" if gpu and not converted else "everything"  # vLLM loads whole layers then
 
     @property
     def length_limit(self) -> int:
