@@ -64,10 +64,10 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
 
     def start_weight_update(self) -> None:
         if not self._in_place:
-            self._unpack_experts()
+            self._drop_expert_kernels()
             initialize_layerwise_reload(self.model)
 
-    def _unpack_experts(self) -> None:
+    def _drop_expert_kernels(self) -> None:
         """On a CPU vLLM pads and packs experts where it makes their kernel, so each version needs a new one. The kernel
         has no state besides. On a GPU it stays: captured graphs know its tensors.
 
