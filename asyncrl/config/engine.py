@@ -16,6 +16,8 @@ from asyncrl.errors import ConfigError, EngineError
 
 Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"]
 KeptBase = Literal["nothing", "adapted", "everything"]
+CPU_EXPERT_BLOCK = 32
+"""Outputs that vLLM's kernel for experts computes together on a CPU. It pads their width, but not the hidden size."""
 
 
 class EngineBase(Chosen, frozen=True, kw_only=True):
@@ -60,8 +62,9 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         longest takes."""
         return 0
 
-    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
-        """Of the weights that adapters are merged into, what it holds beside the merged ones, on a GPU or on a CPU."""
+    def kept_base(self, *, gpu: bool, converted: bool) -> KeptBase:
+        """Of the weights that adapters are merged into, what it holds beside the merged ones, on a GPU or on a CPU.
+        `converted`: some are in FP8 or experts, which kernels may want in another layout."""
         return "nothing"
 
     @property
@@ -102,10 +105,10 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         """A sentence for each thing that does not go with a model; `joined`: outputs of matrices of its layers."""
         yield from ()
 
-    @property
-    def refuses_experts(self) -> str:
-        """Why it cannot generate with a mixture of experts, in a sentence; empty where it can."""
-        return ""
+    def expert_problems(self, precision: str, hidden_size: int, *, gpu: bool) -> Iterator[str]:
+        """A sentence for each thing that does not go with a mixture of experts of this hidden size, in the rollout's
+        `precision`, on a machine with a GPU or without."""
+        yield from ()
 
     # Drafting.
 
@@ -141,10 +144,9 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def label(self) -> str:
         return f"{self.kind} on a GPU" if self.device == "cuda" else self.kind
 
-    @property
-    def refuses_experts(self) -> str:
-        without = f"engine.device={self.device}: there are no kernels for experts on a GPU yet; set engine.device=cpu"
-        return without if self.may_use_gpu else ""
+    def expert_problems(self, precision: str, hidden_size: int, *, gpu: bool) -> Iterator[str]:
+        if self.may_use_gpu:
+            yield f"engine.device={self.device}: there are no kernels for experts on a GPU yet; set engine.device=cpu"
 
     @property
     def may_use_gpu(self) -> bool:
@@ -165,7 +167,7 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 2 * full  # it grows by doubling
 
-    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
+    def kept_base(self, *, gpu: bool, converted: bool) -> KeptBase:
         on_gpu = self.device == "cuda" or (gpu and self.may_use_gpu)
         return "adapted" if on_gpu else "nothing"  # on a CPU it reads the model's files again
 
@@ -249,8 +251,8 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 0 if gpu else self.cpu_cache_gib << 30
 
-    def kept_base(self, *, gpu: bool, fp8_weights: bool) -> KeptBase:
-        return "adapted" if gpu and not fp8_weights else "everything"  # vLLM loads whole layers then
+    def kept_base(self, *, gpu: bool, converted: bool) -> KeptBase:
+        return "adapted" if gpu and not converted else "everything"  # vLLM loads whole layers then
 
     @property
     def length_limit(self) -> int:
@@ -305,9 +307,17 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
                 "ones do not reach them; use rollout.kv_scales=engine, or another engine.attention"
             )
 
-    @property
-    def refuses_experts(self) -> str:
-        return "engine=vllm takes no updates of experts yet; use engine=native engine.device=cpu"
+    def expert_problems(self, precision: str, hidden_size: int, *, gpu: bool) -> Iterator[str]:
+        if self.in_precision(precision).quantization != "none":
+            yield (
+                f"rollout.precision={precision} engine.quantization={self.quantization}: vLLM takes no updates of "
+                f"experts in FP8 yet; set rollout.precision={self.carrier(precision)} engine.quantization=none"
+            )
+        if not gpu and hidden_size % CPU_EXPERT_BLOCK:
+            yield (
+                f"engine=vllm: on a CPU its experts need a hidden size that is a multiple of {CPU_EXPERT_BLOCK}, and "
+                f"the model has hidden_size={hidden_size}; use engine=native engine.device=cpu"
+            )
 
     def model_problems(self, joined: Sequence[int]) -> Iterator[str]:
         """vLLM joins these matrices with others of their layer."""

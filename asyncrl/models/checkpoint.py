@@ -66,9 +66,10 @@ def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
 
 
 def save_model(model: Decoder, directory: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Write `config.json` and `model.safetensors`: the model's own tensors, unless others are given for them.
+    """Write `config.json`, `model.safetensors` and an index: the model's own tensors, unless others are given for them.
 
-    Big models are written in shards, as Hugging Face's are: only one is in the host's memory at a time.
+    Big models are written in shards, as Hugging Face's are: only one is in the host's memory at a time. One file has an
+    index, too: without one vLLM reads every safetensors file of a directory, also the optimizer's of a checkpoint.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -79,10 +80,9 @@ def save_model(model: Decoder, directory: Path | str, tensors: Iterable[tuple[st
         save_file(shard, directory / f"{WEIGHTS}.{len(shards)}", metadata={"format": "pt"})
         shards.append(list(shard))
     save_config(model, directory, dtype)
-    if len(shards) == 1:
-        (directory / f"{WEIGHTS}.0").rename(directory / WEIGHTS)
-        return
     files = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    if len(shards) == 1:
+        files = [WEIGHTS]
     for number, file in enumerate(files):
         (directory / f"{WEIGHTS}.{number}").rename(directory / file)
     found = {name: file for file, names in zip(files, shards, strict=True) for name in names}

@@ -195,7 +195,8 @@ def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint,
     if not published_adapters(run):
         return found
     in_fp8 = numerics(found.precision, run.rollout.fp8)
-    kept = run.engine.kept_base(gpu=gpu, fp8_weights=in_fp8 is not None and in_fp8.weights)
+    converted = model.experts is not None or (in_fp8 is not None and in_fp8.weights)
+    kept = run.engine.kept_base(gpu=gpu, converted=converted)
     return with_base(found, model, parameters, kept, run.trainer.lora)
 
 

@@ -148,22 +148,22 @@ def _model(run: Run) -> Iterator[str]:
     joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
     yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined)
     if model.experts is not None:
-        yield from _experts(run)
+        yield from _experts(run, model.hidden_size)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
         yield from _card(run, required)
 
 
-def _experts(run: Run) -> Iterator[str]:
+def _experts(run: Run, hidden_size: int) -> Iterator[str]:
     """What a mixture of experts cannot do yet."""
     if run.trainer.lora.rank and not set(run.trainer.lora.targets) <= set(ATTENTION):
         yield (
             f"trainer.lora.targets={list(run.trainer.lora.targets)}: experts have no adapters; set "
             f"trainer.lora.targets=[{','.join(ATTENTION)}]"
         )
-    if run.engine.refuses_experts:
-        yield run.engine.refuses_experts
+    elsewhere = run.cluster not in ("local", "inprocess")  # what engines there compute on is not known here
+    yield from run.engine.expert_problems(run.rollout.precision, hidden_size, gpu=elsewhere or has_gpu())
 
 
 def _room(run: Run, required: Needs) -> Iterator[str]:

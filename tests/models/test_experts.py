@@ -148,13 +148,32 @@ def test_more_active_experts_than_there_are_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["engine=vllm"], "engine=vllm takes no updates of experts yet; use engine=native engine.device=cpu"),
+        (
+            ["engine=vllm", "rollout.precision=fp8"],
+            "rollout.precision=fp8 engine.quantization=none: vLLM takes no updates of experts in FP8 yet; "
+            "set rollout.precision=bf16 engine.quantization=none",
+        ),
+        (["engine=vllm", "engine.quantization=fp8"], "set rollout.precision=fp32 engine.quantization=none"),
         (["engine.device=cuda"], "there are no kernels for experts on a GPU yet; set engine.device=cpu"),
         (["trainer.lora.rank=4"], "experts have no adapters; set trainer.lora.targets="),
     ],
 )
 def test_what_experts_cannot_do_is_refused_with_the_way_out(settings: list[str], said: str) -> None:
     assert any(said in problem for problem in problems(compose(["experiment=quickstart", "model=moe", *settings])))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_vllm_on_a_cpu_has_experts_of_some_hidden_sizes(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.plan.plan.has_gpu", lambda: gpu)
+
+    def said(*settings: str) -> list[str]:
+        run = compose(["experiment=quickstart", "model=moe", "engine=vllm", *settings])
+        return [problem for problem in problems(run) if "experts" in problem]
+
+    assert said() == said("model.expert_size=40") == said("model.hidden_size=80", "cluster=auto") == []
+    wrong = said("model.hidden_size=80")
+    assert len(wrong) == (0 if gpu else 1)
+    assert gpu or "a multiple of 32, and the model has hidden_size=80; use engine=native" in wrong[0]
 
 
 def test_adapters_on_attention_are_allowed() -> None:

@@ -18,9 +18,12 @@ from tests.config.test_precision import QWEN3_8B
 ATTENTION, MLP = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 12_288
 
 
-def _needs(engine: Any, precision: Any = "bf16", lora: Lora | None = None) -> Needs:
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+
+
+def _needs(engine: Any, precision: Any = "bf16", lora: Lora | None = None, model: dict[str, Any] = QWEN3_8B) -> Needs:
     run = Run(engine=engine, rollout=Rollout(precision=precision), trainer=Trainer(lora=lora or Lora(rank=16)))
-    return needs(run, ModelConfig.from_hf(QWEN3_8B), 100)
+    return needs(run, ModelConfig.from_hf(model), 100)
 
 
 @pytest.mark.parametrize("engine", [NativeEngine(device="cuda"), VllmEngine()])
@@ -42,6 +45,9 @@ def test_engines_that_load_whole_layers_hold_everything(monkeypatch: pytest.Monk
     monkeypatch.setattr(estimate, "has_gpu", lambda: True)
     assert _needs(VllmEngine(), "fp8").engine_base == 2 * count
     assert _needs(VllmEngine(), "fp8_kv").engine_base == _needs(NativeEngine(device="cuda"), "fp8").engine_base
+    experts, attention = QWEN3_8B | EXPERTS, Lora(rank=16, targets=("q_proj",))
+    count_experts = parameters(ModelConfig.from_hf(experts))
+    assert _needs(VllmEngine(), lora=attention, model=experts).engine_base == 2 * count_experts
     monkeypatch.setattr(estimate, "has_gpu", lambda: False)
     assert _needs(VllmEngine(), "fp32").engine_base == 4 * count
 

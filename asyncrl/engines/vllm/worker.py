@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -63,7 +64,21 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
 
     def start_weight_update(self) -> None:
         if not self._in_place:
+            self._drop_expert_kernels()
             initialize_layerwise_reload(self.model)
+
+    def _drop_expert_kernels(self) -> None:
+        """On a CPU vLLM pads and packs experts where it makes their kernel, so each version needs a new one. The kernel
+        has no state besides. On a GPU it stays: captured graphs know its tensors.
+
+        True for 0.29; delete when `UnquantizedFusedMoEMethod` packs them at each load.
+        """
+        if self.device.type != "cpu":
+            return
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, FusedMoEMethodBase):
+                method.moe_kernel = None
 
     def receive_weights(self, update_info: Publication) -> None:
         load_weights: Any = self.model.load_weights  # every vLLM model has it, but torch.nn.Module does not

@@ -1,0 +1,71 @@
+"""Experts that vLLM's kernel for CPUs pads, with a dense layer between: each version is what a fresh load would be."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from asyncrl.config.trainer import Lora
+from asyncrl.models.config import ATTENTION
+from asyncrl.types import WeightManifest
+from tests.support.adapters import Adapted, publishing_adapters
+from tests.support.driving import ask, collect, publishing
+from tests.support.parity import gathered, reference_logits
+from tests.support.real_vllm import SharedVllm, needs_vllm
+from tests.support.tiny_model import tiny_checkpoint
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+SHAPE = {"num_hidden_layers": 3, "mlp_only_layers": [1], "moe_intermediate_size": 48, "norm_topk_prob": False}
+LORA = Lora(rank=4, alpha=8.0, targets=ATTENTION)
+EXACT = 1e-3
+"""Largest difference of fp32 log-probabilities."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> list[PreTrainedModel]:
+    return [tiny_checkpoint(folder / str(seed), "qwen3_moe", seed=seed, **SHAPE) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path, models: list[PreTrainedModel]) -> Iterator[SharedVllm]:
+    driver = SharedVllm(folder / "0", adapted=ATTENTION)
+    yield driver
+    driver.close()
+
+
+def _updated(shared: SharedVllm, publish: Callable[[int], WeightManifest], wanted: PreTrainedModel) -> None:
+    """The next version computes what `wanted` does."""
+    request = ask("a", max_tokens=60)
+
+    async def run() -> None:
+        async with shared.engine() as engine:
+            await engine.load_weights(publish(engine.stats().version + 1), "keep")
+            answer = await collect(engine, request)
+        expected = gathered(reference_logits(wanted, request, answer), answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=EXACT)
+
+    shared.run(run())
+
+
+def test_whole_versions(shared: SharedVllm, folder: Path, models: list[PreTrainedModel]) -> None:
+    for seed in (1, 0, 1):
+        with publishing(folder / str(seed)) as publish:
+            _updated(shared, publish, models[seed])
+
+
+def test_adapters_on_attention_bring_back_the_experts_of_the_base(
+    shared: SharedVllm, folder: Path, models: list[PreTrainedModel], tmp_path: Path
+) -> None:
+    merged = Adapted(folder / "0", LORA).saved(1, tmp_path)
+    with publishing(folder / "1") as publish:
+        _updated(shared, publish, models[1])
+    with publishing_adapters(folder / "0", LORA) as publish:
+        _updated(shared, partial(publish, like=1), merged)
