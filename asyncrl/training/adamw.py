@@ -186,7 +186,8 @@ class AdamW(torch.optim.Optimizer):
             if parameter.dtype == torch.bfloat16:
                 self.state[parameter][HALF] = self._zeros(parameter.numel(), torch.int16)
                 # Not `grad_dtype`: torch.compile refuses a parameter whose gradient has another dtype.
-                parameter.register_post_accumulate_grad_hook(self._add_up)
+                # Of the sums alone: a hook that knew the optimizer would keep it and its parameters in memory for good.
+                parameter.register_post_accumulate_grad_hook(partial(_add_up, self._sums))
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -215,15 +216,6 @@ class AdamW(torch.optim.Optimizer):
         parameter.copy_(rounded)
         half.copy_(rest.flatten())
 
-    def _add_up(self, parameter: Tensor) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        if parameter in self._sums:
-            self._sums[parameter].add_(grad)
-        else:
-            self._sums[parameter] = grad.float()
-        parameter.grad = None
-
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum since the last step, in fp32."""
         return parameter.grad if parameter.dtype == torch.float32 else self._sums.get(parameter)
@@ -235,7 +227,7 @@ class AdamW(torch.optim.Optimizer):
             if self.gradient(parameter) is None:  # nothing to learn: Adam still moves by its momentum
                 parameter.grad = torch.zeros_like(parameter)
                 if parameter.dtype != torch.float32:
-                    self._add_up(parameter)
+                    _add_up(self._sums, parameter)
         found = [gradient for p in self._parameters if (gradient := self.gradient(p)) is not None]
         norm = nn.utils.get_total_norm(found) / count
         factor = (longest / (norm + 1e-6)).clamp(max=1.0) / count
@@ -283,6 +275,16 @@ class AdamW(torch.optim.Optimizer):
         lr, (beta1, beta2) = group["lr"], group["betas"]
         numbers = lr, 1 - lr * group["weight_decay"], 1 - beta1, 1 - beta1**step, (1 - beta2**step) ** 0.5
         return Rates(*map(torch.tensor, numbers), seed=torch.tensor(step))
+
+
+def _add_up(sums: dict[Tensor, Tensor], parameter: Tensor) -> None:
+    grad = parameter.grad
+    assert grad is not None
+    if parameter in sums:
+        sums[parameter].add_(grad)
+    else:
+        sums[parameter] = grad.float()
+    parameter.grad = None
 
 
 def _pieces(parameter: nn.Parameter, gradient: Tensor, state: Tensors) -> Iterator[tuple[Tensors, Tensors]]:

@@ -1,5 +1,8 @@
 """Our AdamW: masters in two halves, moments in 8 bits, state in the host's memory."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -178,3 +181,15 @@ def test_few_numbers_stay_in_fp32() -> None:
     matrix, norm, odd = (nn.Parameter(torch.ones(shape)) for shape in ((64, 256), (512,), (8193,)))
     optimizer = AdamW([matrix, norm, odd], betas=BETAS, weight_decay=0.0, eight_bit=True)
     assert [optimizer.moments_of(p) is EightBit for p in (matrix, norm, odd)] == [True, False, False]
+
+
+def test_an_optimizer_that_is_not_needed_any_more_frees_its_weights() -> None:
+    weight = nn.Parameter(torch.ones(64, 4, dtype=torch.bfloat16))
+    optimizer = AdamW([weight], betas=BETAS, weight_decay=0.0)
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen = weakref.ref(weight)
+    del weight, optimizer
+    gc.collect()
+    assert seen() is None
