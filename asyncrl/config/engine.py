@@ -107,6 +107,11 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         """Why it cannot generate with a mixture of experts, in a sentence; empty where it can."""
         return ""
 
+    @property
+    def returns_routes(self) -> bool:
+        """Whether it returns the experts that it chose for each token, for the trainer to replay."""
+        return False
+
     # Drafting.
 
     @property
@@ -145,6 +150,10 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def refuses_experts(self) -> str:
         without = f"engine.device={self.device}: there are no kernels for experts on a GPU yet; set engine.device=cpu"
         return without if self.may_use_gpu else ""
+
+    @property
+    def returns_routes(self) -> bool:
+        return not self.may_use_gpu
 
     @property
     def may_use_gpu(self) -> bool:

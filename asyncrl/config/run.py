@@ -6,14 +6,14 @@ settings that could disagree.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import msgspec
 
 from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo, Importance
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 from asyncrl.config.drafter import DrafterSettings, NoDrafter
-from asyncrl.config.engine import EngineSettings, NativeEngine
+from asyncrl.config.engine import EngineBase, EngineSettings, NativeEngine
 from asyncrl.config.errors import explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
 from asyncrl.config.placement import Placement
@@ -98,10 +98,17 @@ class Rollout(RolloutPrecision, frozen=True):
     """Before that, keep so many of the likeliest tokens; 0: all."""
     on_update: Literal["keep", "recompute"] = "keep"
     """Running completions at a weight update: keep their old keys and values, or prefill them again."""
+    router_replay: Literal["auto", "on", "off"] = "auto"
+    """The trainer uses the experts that the engine chose for each token. `auto`: on where the model has experts and the
+    engine returns its choice."""
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
     """System message of the chat; empty leaves it to the template."""
+
+    def replays_routes(self, engine: EngineBase) -> bool:
+        """Whether routes are recorded and replayed, if the model has experts."""
+        return self.router_replay == "on" or (self.router_replay == "auto" and engine.returns_routes)
 
 
 class Flow(Settings, frozen=True):
@@ -232,12 +239,22 @@ def load(raw: Mapping[str, Any], *, recorded: bool = False) -> Run:
     """
     if unknown := unknown_keys(raw, Run):
         raise ConfigError("\n".join(unknown))
+    if recorded:
+        raw = _without_routes(raw)
     try:
         run = msgspec.convert(raw, Run)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(error, raw, Run)) from None
     check(run, recorded=recorded)
     return run
+
+
+def _without_routes(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A run recorded before there was router replay has no routes, and goes on as it began."""
+    rollout = raw.get("rollout", {})
+    if not isinstance(rollout, Mapping):
+        return raw  # what is wrong with it is said later
+    return {**raw, "rollout": {"router_replay": "off", **cast(Mapping[str, Any], rollout)}}
 
 
 def check(run: Run, *, recorded: bool = False) -> None:
