@@ -1,7 +1,7 @@
-"""Routes: the experts that a mixture chose for each token in each layer, as engines record and the trainer replays them.
+"""Routes: the experts of each token in each layer, which the engine chose and the trainer replays.
 
-As bytes they are [tokens, layers, active] without a header, one byte an expert, or two where a layer has more than 256.
-Layers without experts are left out. Nothing here needs torch.
+As bytes they are [tokens, layers, active] without a header: one byte for an expert, or two in a model with more than
+256. Layers without experts are left out. Nothing here needs torch.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from asyncrl.config import Run
 from asyncrl.models.config import ModelConfig
 
-Routes = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+Routes = npt.NDArray[np.uint8 | np.uint16]
 
 
 class RouteShape(NamedTuple):
@@ -21,7 +21,8 @@ class RouteShape(NamedTuple):
     layers: tuple[int, ...]
     """Those that have experts."""
     active: int
-    dtype: type[np.uint8] | type[np.uint16]
+    """Experts of a token."""
+    experts: int
 
     @classmethod
     def of(cls, model: ModelConfig) -> "RouteShape | None":
@@ -29,7 +30,11 @@ class RouteShape(NamedTuple):
         if model.experts is None:
             return None
         layers = tuple(layer for layer in range(model.layers) if model.experts_of(layer) is not None)
-        return cls(layers, model.experts.active, np.uint8 if model.experts.count <= 256 else np.uint16)
+        return cls(layers, model.experts.active, model.experts.count)
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.uint16]:
+        return np.uint8 if self.experts <= 256 else np.uint16
 
     @property
     def token_bytes(self) -> int:

@@ -26,6 +26,7 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import uses_flash
+from asyncrl.models.routes import replayed_shape
 from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
 from asyncrl.training.adamw import AdamW, Betas
@@ -86,7 +87,8 @@ class Learner:
         if in_halves:
             self.fill(model_path)
         self.outgoing = Export(self.model, self.ranks, adapted=adapts, master=self._master)
-        self._policy = PolicyForward(self.model, run, self._execution)
+        self._routes = replayed_shape(run, self.model_config)
+        self._policy = PolicyForward(self.model, run, self._execution, self._routes)
         self._reference = self._make_reference(model_path)
         self.critic = None
         if (rate := run.algorithm.critic_rate) is not None:
@@ -170,7 +172,8 @@ class Learner:
             self._learn(groups)
 
     def _learn(self, groups: Sequence[Group]) -> None:
-        own = share(with_advantages(self._run, groups), self._settings.token_budget, self.ranks.rank, self.ranks.world)
+        blocks = with_advantages(self._run, groups, self._routes)
+        own = share(blocks, self._settings.token_budget, self.ranks.rank, self.ranks.world)
         batches = [batch.to(self.device) for batch in own]
         if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
@@ -208,6 +211,8 @@ class Learner:
             self._add({"entropy": output.entropy_L.detach().sum()})
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
+        if output.rerouted is not None and self._routes is not None:
+            self._add({"rerouted": output.rerouted, "routed": len(batch.tokens_T) * len(self._routes.layers)})
         self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
@@ -338,6 +343,8 @@ class Learner:
         measured = max(sum(part.columns_5_L.shape[1] for part in self._observed), 1)
         found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
         found |= {name: self._sums[name] / measured for name in MEANS if name in self._sums}
+        if "routed" in self._sums:
+            found["route_mismatch"] = self._sums["rerouted"] / self._sums["routed"]
         return StepReport(
             version=self.version + 1,
             samples=self._samples,

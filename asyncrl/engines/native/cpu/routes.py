@@ -1,5 +1,4 @@
-"""Routes out of the steps of the native engine on a CPU (asyncrl.models.routes): a `Route` that chooses by the scores, as
-experts do without one, and takes down what it chose."""
+"""Routes out of the steps of the native engine on a CPU (asyncrl.models.routes)."""
 
 import numpy as np
 import torch
@@ -11,7 +10,8 @@ from asyncrl.engines.native.sampling import Column
 
 
 class RouteRecorder:
-    """Of one step. Its layers must compute all of the step's tokens, the last layer too."""
+    """A `Route` that chooses by the scores, as experts do without one, and records the choice of one step. Every layer
+    must compute all tokens of the step, the last one too."""
 
     def __init__(self, active: int) -> None:
         self._active = active
