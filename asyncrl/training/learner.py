@@ -54,7 +54,7 @@ from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
 
-MEANS = ("entropy", "reference_kl", "outside_support")
+MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch")
 """Sums over tokens that a report has the mean of, where there are any."""
 
 
@@ -211,8 +211,8 @@ class Learner:
             self._add({"entropy": output.entropy_L.detach().sum()})
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
-        if output.rerouted is not None and self._routes is not None:
-            self._add({"rerouted": output.rerouted, "routed": len(batch.tokens_T) * len(self._routes.layers)})
+        if output.rerouted_L is not None:
+            self._add({"route_mismatch": output.rerouted_L.sum()})
         self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
@@ -343,8 +343,6 @@ class Learner:
         measured = max(sum(part.columns_5_L.shape[1] for part in self._observed), 1)
         found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
         found |= {name: self._sums[name] / measured for name in MEANS if name in self._sums}
-        if "routed" in self._sums:
-            found["route_mismatch"] = self._sums["rerouted"] / self._sums["routed"]
         return StepReport(
             version=self.version + 1,
             samples=self._samples,

@@ -19,11 +19,10 @@ class ReplayedRoutes:
         if layer not in self._differing:  # else it is computed again
             with torch.no_grad():
                 own_T_C = scores_T_X.topk(chosen_T_C.shape[1], dim=-1).indices
-                differs_T = (own_T_C.sort(1).values != chosen_T_C.sort(1).values).any(1)
-                self._differing[layer] = differs_T.sum()
+                self._differing[layer] = (own_T_C.sort(1).values != chosen_T_C.sort(1).values).any(1)
         return chosen_T_C
 
     @property
-    def differing(self) -> Tensor:
-        """Tokens, counted in each layer, that the scores would have sent to other experts."""
-        return torch.stack(list(self._differing.values())).sum()
+    def differing_T(self) -> Tensor:
+        """In what share of the layers the scores would have sent each token to other experts."""
+        return torch.stack(list(self._differing.values())).float().mean(0)
