@@ -18,6 +18,7 @@ from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
 from asyncrl.models.config import ATTENTION, ModelConfig
+from asyncrl.models.routes import replayed_shape
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
@@ -158,11 +159,12 @@ def _model(run: Run) -> Iterator[str]:
 
 
 def _router_replay(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:
-    if longest * token_bytes(run, model) > MAX_PAYLOAD:
+    largest = longest * token_bytes(run, model)
+    if replayed_shape(run, model) is not None and largest > MAX_PAYLOAD:
         yield (
             f"rollout.router_replay={run.rollout.router_replay}: a sample of {longest} tokens with their routes takes "
-            f"{size(longest * token_bytes(run, model))}, and the buffer stores {size(MAX_PAYLOAD)} at most; set "
-            "rollout.router_replay=off, or lower rollout.max_tokens"
+            f"{size(largest)}, and the buffer stores {size(MAX_PAYLOAD)} at most; set rollout.router_replay=off, or "
+            "lower rollout.max_tokens"
         )
     if run.rollout.router_replay != "on":
         return
