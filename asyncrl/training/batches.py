@@ -93,9 +93,9 @@ def block(group: Group, advantages: Sequence[float], shape: RouteShape | None = 
     first = group.trajectories[0]
     length = int(np.argmax(first.versions != GIVEN))
     prompt = first.tokens[:length]
-    prompt_routes = None if shape is None else _routes(first, shape)[:length]
+    routes = [None if shape is None else _routes(trajectory, shape) for trajectory in group.trajectories]
     answers: list[Answer] = []
-    for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+    for trajectory, advantage, own in zip(group.trajectories, advantages, routes, strict=True):
         tokens, sampled = trajectory.tokens, trajectory.versions != GIVEN
         if not length or sampled[:length].any() or not np.array_equal(tokens[:length], prompt):
             raise ValueError(f"trajectory {trajectory.slot} does not begin with the prompt of its group")
@@ -108,10 +108,10 @@ def block(group: Group, advantages: Sequence[float], shape: RouteShape | None = 
                 advantage=advantage,
                 slot=trajectory.slot,
                 precision=trajectory.precision,
-                routes=None if shape is None else _routes(trajectory, shape)[length:],
+                routes=None if own is None else own[length:],
             )
         )
-    return Block(prompt, answers, prompt_routes)
+    return Block(prompt, answers, None if routes[0] is None else routes[0][:length])
 
 
 def _routes(trajectory: Trajectory, shape: RouteShape) -> Routes:

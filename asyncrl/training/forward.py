@@ -60,7 +60,7 @@ class PolicyForward:
         if self._routes is None or batch.routes_T_L_C is None:  # an idle batch has none
             return self._logprobs(batch, entropy, tap, None)
         route = ReplayedRoutes(batch.routes_T_L_C, self._routes.layers)
-        return self._logprobs(batch, entropy, tap, route)._replace(rerouted_L=route.differing_T[batch.predict_L])
+        return self._logprobs(batch, entropy, tap, route)._replace(rerouted_L=route.differing[batch.predict_L])
 
     def _logprobs(self, batch: PackedBatch, entropy: bool, tap: HiddenTap | None, route: Route | None) -> TokenLogprobs:
         hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution, route)

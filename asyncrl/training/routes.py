@@ -23,6 +23,6 @@ class ReplayedRoutes:
         return chosen_T_C
 
     @property
-    def differing_T(self) -> Tensor:
-        """In what share of the layers the scores would have sent each token to other experts."""
+    def differing(self) -> Tensor:
+        """T: in what share of the layers the scores would have sent each token to other experts."""
         return torch.stack(list(self._differing.values())).float().mean(0)

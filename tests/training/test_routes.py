@@ -147,7 +147,7 @@ def test_a_route_differs_by_its_experts_not_by_their_order() -> None:
     for _ in range(2):
         assert replay(3, scores_T_X).tolist() == [[1, 0], [0, 1], [2, 1]]
     assert isinstance(replay, ReplayedRoutes)
-    assert replay.differing_T.tolist() == [0, 0.5, 1]
+    assert replay.differing.tolist() == [0, 0.5, 1]
 
 
 def test_more_than_256_experts_take_two_bytes_each() -> None:
