@@ -153,7 +153,7 @@ def test_routes_that_do_not_fit_the_tokens_are_refused_by_name() -> None:
             decode(encode(msgspec.structs.replace(routed(), segments=segments)))
 
 
-def test_segments_and_requests_written_before_there_were_routes_are_read() -> None:
+def test_a_segment_written_before_there_were_routes_is_read() -> None:
     """Of array-like structs the fields that are missing at the end have their defaults."""
     old = msgspec.msgpack.encode([b"\1\0\0\0", b"\0\0\0\0", 2])
     assert msgspec.msgpack.decode(old, type=Segment) == Segment.sampled([1], [0.0], 2)
