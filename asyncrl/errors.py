@@ -26,6 +26,10 @@ class CheckpointError(AsyncRLError, ValueError):
     """A model or training checkpoint cannot be used as asked."""
 
 
+class RouteError(AsyncRLError, ValueError):
+    """A sample lacks the routes that are to be replayed, or they are not those of its tokens; the message names it."""
+
+
 class CorruptSegmentError(AsyncRLError, OSError):
     """A sealed buffer segment failed its checksum; the message names file and offset."""
 

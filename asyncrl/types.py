@@ -113,6 +113,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     token_bytes: bytes
     logprob_bytes: bytes = b""
     version: int = GIVEN
+    route_bytes: bytes = b""
+    """Of a mixture of experts: the routes recorded while these tokens were sampled (`Trajectory.route_bytes`)."""
 
     def __post_init__(self) -> None:
         expected = 0 if self.version == GIVEN else len(self.token_bytes)
@@ -132,11 +134,13 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
         tokens: Sequence[int] | npt.NDArray[np.integer],
         logprobs: Sequence[float] | npt.NDArray[np.floating],
         version: int,
+        route_bytes: bytes = b"",
     ) -> "Segment":
         return cls(
             token_bytes=np.asarray(tokens, dtype=np.int32).tobytes(),
             logprob_bytes=np.asarray(logprobs, dtype=np.float32).tobytes(),
             version=version,
+            route_bytes=route_bytes,
         )
 
     @property
@@ -182,6 +186,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Behaviour log-probability of each token, 0 where it was given."""
         parts = [s.logprobs if s.version != GIVEN else np.zeros(len(s), np.float32) for s in self.segments]
         return np.concatenate(parts)
+
+    @property
+    def route_bytes(self) -> bytes:
+        """The experts of every token but the last (`asyncrl.models.routes`), where they were recorded.
+
+        A token has its route once it is fed to the model, which is when its successor is sampled. So a sampled segment
+        holds the routes from where the one before it ended up to its own last token, which has none yet: in front of
+        its own tokens those of the prompt, of what was given since, and of the last token before an update."""
+        return b"".join([segment.route_bytes for segment in self.segments])
 
     @property
     def sampled_tokens(self) -> int:
@@ -303,6 +316,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     resumed: int = 0
     ahead: bool = False
     """It goes before all that wait."""
+    routed: int = 0
+    """So many of the first `tokens` have their routes from the engine that fed them first; those of the others are
+    returned."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):

@@ -38,6 +38,7 @@ from pipelines.supervision.watchdog import Watchdog
 
 RESUMABLE = (
     *("max_staleness", "staleness", "correction", "sentinel", "checkpoint", "recovery", "rollout.precision"),
+    "rollout.router_replay",
     *(f"trainer.{name}" for name in ("lr", "warmup_steps", "decay_steps", "grad_clip")),
 )
 """What a resumed run may change. Recorded samples fix the rest: how they were sampled, and in what groups."""

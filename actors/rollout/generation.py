@@ -181,6 +181,7 @@ def _turn(opening: Request, segments: tuple[Segment, ...]) -> Request:
     if number:
         last = max(index for index, segment in enumerate(segments) if segment.version == GIVEN)
         before = sum(map(len, segments[: last + 1]))
+    sampled = max((index for index, segment in enumerate(segments) if segment.version != GIVEN), default=-1)
     sampling = opening.sampling
     return msgspec.structs.replace(
         opening,
@@ -188,4 +189,5 @@ def _turn(opening: Request, segments: tuple[Segment, ...]) -> Request:
         sampling=msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - before),
         seed=random_stream(opening.seed, number) if number else opening.seed,
         resumed=len(said) - before,
+        routed=len(opening.tokens) + sum(map(len, segments[: sampled + 1])) - 1 if sampled >= 0 else 0,
     )

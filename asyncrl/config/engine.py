@@ -110,6 +110,11 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         `precision`, on a machine with a GPU or without."""
         yield from ()
 
+    @property
+    def returns_routes(self) -> bool:
+        """Whether it returns the experts that it chose for each token, for the trainer to replay."""
+        return False
+
     # Drafting.
 
     @property
@@ -147,6 +152,10 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def expert_problems(self, precision: str, hidden_size: int, *, gpu: bool) -> Iterator[str]:
         if self.may_use_gpu:
             yield f"engine.device={self.device}: there are no kernels for experts on a GPU yet; set engine.device=cpu"
+
+    @property
+    def returns_routes(self) -> bool:
+        return not self.may_use_gpu
 
     @property
     def may_use_gpu(self) -> bool:

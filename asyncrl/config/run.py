@@ -13,7 +13,7 @@ import msgspec
 from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo, Importance
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 from asyncrl.config.drafter import DrafterSettings, NoDrafter
-from asyncrl.config.engine import EngineSettings, NativeEngine
+from asyncrl.config.engine import EngineBase, EngineSettings, NativeEngine
 from asyncrl.config.errors import explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
 from asyncrl.config.placement import Placement
@@ -98,10 +98,17 @@ class Rollout(RolloutPrecision, frozen=True):
     """Before that, keep so many of the likeliest tokens; 0: all."""
     on_update: Literal["keep", "recompute"] = "keep"
     """Running completions at a weight update: keep their old keys and values, or prefill them again."""
+    router_replay: Literal["auto", "on", "off"] = "auto"
+    """The trainer uses the experts that the engine chose for each token. `auto`: on where the model has experts and the
+    engine returns its choice."""
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
     """System message of the chat; empty leaves it to the template."""
+
+    def replays_routes(self, engine: EngineBase) -> bool:
+        """Whether routes are recorded and replayed, if the model has experts."""
+        return self.router_replay == "on" or (self.router_replay == "auto" and engine.returns_routes)
 
 
 class Flow(Settings, frozen=True):
@@ -225,7 +232,7 @@ class Run(Settings, frozen=True):
         return (self.max_staleness + 1) * self.flow.groups_per_step
 
 
-BEFORE: Mapping[str, Mapping[str, Any]] = {"trainer": {"shorten_momentum": False}}
+BEFORE: dict[str, dict[str, Any]] = {"trainer": {"shorten_momentum": False}, "rollout": {"router_replay": "off"}}
 """What runs did before there was a setting for it, where its default is something else."""
 
 
@@ -235,16 +242,25 @@ def load(raw: Mapping[str, Any], *, recorded: bool = False) -> Run:
     A `recorded` run names every setting that there was. One that it lacks is newer, and has the value that repeats the
     run. Its settings may also be such that it cannot learn: older versions did not refuse them.
     """
-    if recorded:
-        raw = {**raw, **{name: {**values, **raw.get(name, {})} for name, values in BEFORE.items()}}
     if unknown := unknown_keys(raw, Run):
         raise ConfigError("\n".join(unknown))
+    if recorded:
+        raw = _as_recorded(raw)
     try:
         run = msgspec.convert(raw, Run)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(error, raw, Run)) from None
     check(run, recorded=recorded)
     return run
+
+
+def _as_recorded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(raw)
+    for name, values in BEFORE.items():
+        given: Any = raw.get(name, {})
+        if isinstance(given, Mapping):  # else what is wrong with it is said later
+            found[name] = {**values, **given}
+    return found
 
 
 def check(run: Run, *, recorded: bool = False) -> None:

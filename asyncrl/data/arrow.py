@@ -26,6 +26,7 @@ from asyncrl.types import GIVEN, Finish, Floats, Ints, Segment, Slot, Trajectory
 pa = cast(Any, pyarrow)  # its type stubs are incomplete: half of what is used here is unknown to them
 
 INT64, INT32, FLOAT32, FLOAT64, TEXT = pa.int64(), pa.int32(), pa.float32(), pa.float64(), pa.string()
+BYTES = pa.binary()
 INTS = pa.list_(pa.field("item", INT32, nullable=False))
 FLOATS = pa.list_(pa.field("item", FLOAT32, nullable=False))
 COLUMNS = {
@@ -46,10 +47,12 @@ SCHEMA: Any = pa.schema([pa.field(name, kind, nullable=False) for name, kind in 
 """`logprobs` is 0 and `versions` is -1 where a token was given to the model."""
 PARTED: Any = SCHEMA.append(pa.field("parts", TEXT, nullable=False))
 """Of a row whose reward has parts, as JSON. Others lack the column, so that they cost nothing more than they ever did,
-and a log holds rows of both kinds: its schema hash is that of the columns that all have."""
-WIDER = {len(PARTED) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): PARTED}
+and a log holds rows of all kinds: its schema hash is that of the columns that all have."""
+ROUTED: Any = PARTED.append(pa.field("routes", BYTES, nullable=False))
+"""Of a row with routes, as `Trajectory.route_bytes` has them; `parts` is empty where its reward has none."""
+WIDER = {len(wide) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): wide for wide in (PARTED, ROUTED)}
 
-BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35)
+BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 38)
 """Which buffers of a row are validity bitmaps: a number has one buffer more, a text two, a list one and its items."""
 FINISHES: tuple[str, ...] = get_args(Finish)
 
@@ -86,6 +89,7 @@ class Fields(NamedTuple):
     versions: Ints
     parts: str | None = None
     """None in all rows that `unpack` reads: others are left to Arrow."""
+    routes: bytes = b""
 
 
 class _Shape(NamedTuple):
@@ -109,7 +113,8 @@ def encode(trajectory: Trajectory) -> bytes:
         (trajectory.reward, trajectory.started, trajectory.finished),
         (b"".join([s.token_bytes for s in segments]), b"".join(logprobs), b"".join(versions)),
     )
-    return _with_parts(payload, trajectory.parts) if trajectory.parts else payload
+    routes = trajectory.route_bytes
+    return _widened(payload, trajectory.parts, routes) if trajectory.parts or routes else payload
 
 
 class Row(NamedTuple):
@@ -128,6 +133,7 @@ class Row(NamedTuple):
     runs: tuple[tuple[int, int, int], ...]
     """Start, stop and version of each run of tokens with one version."""
     parts: Parts
+    routes: bytes
 
     @property
     def sampled_tokens(self) -> int:
@@ -143,7 +149,7 @@ def read_row(payload: bytes) -> Row:
     found = unpack(payload) or fields(read_batch(payload))
     slot, runs = Slot(found.group, found.sample), _runs(found.versions)
     parts = {} if found.parts is None else from_text(found.parts)
-    row = Row(slot, *found.texts, *found.numbers, found.tokens, found.logprobs, runs, parts)
+    row = Row(slot, *found.texts, *found.numbers, found.tokens, found.logprobs, runs, parts, found.routes)
     if complaint := _complaint(row):
         raise ValueError(f"trajectory of group {slot.group}, sample {slot.sample}: {complaint}")
     return row
@@ -159,6 +165,8 @@ def fields(batch: Any) -> Fields:
         raise ValueError("a trajectory payload holds no nulls, but this one has a validity bitmap")
     prompt, engine, precision, finish = (_as_text(*buffers[i : i + 2]) for i in (6, 9, 12, 15))
     reward, started, finished = (_as_number("<d", buffers[i]) for i in (18, 20, 22))
+    parts = _as_text(*buffers[36:38]) if len(buffers) > 36 else None
+    routes = _as_bytes(*buffers[39:41]) if len(buffers) > 39 else b""
     return Fields(
         group=_as_number("<q", buffers[2]),
         sample=_as_number("<i", buffers[4]),
@@ -167,21 +175,28 @@ def fields(batch: Any) -> Fields:
         tokens=_as_array(np.int32, buffers[24], buffers[26]),
         logprobs=_as_array(np.float32, buffers[28], buffers[30]),
         versions=_as_array(np.int32, buffers[32], buffers[34]),
-        parts=_as_text(*buffers[36:38]) if len(buffers) > 36 else None,
+        parts=(parts or None) if routes else parts,
+        routes=routes,
     )
 
 
 def decode(payload: bytes) -> Trajectory:
     """Read a payload back, or raise ValueError with what is wrong with it."""
     row = read_row(payload)
-    segments = (
-        Segment(
-            token_bytes=row.tokens[start:stop].tobytes(),
-            logprob_bytes=b"" if version == GIVEN else row.logprobs[start:stop].tobytes(),
-            version=version,
+    per_token = len(row.routes) // max(1, len(row.tokens) - 1)
+    segments: list[Segment] = []
+    routed = 0
+    for start, stop, version in row.runs:
+        fed = stop - 1 if version != GIVEN else routed
+        segments.append(
+            Segment(
+                token_bytes=row.tokens[start:stop].tobytes(),
+                logprob_bytes=b"" if version == GIVEN else row.logprobs[start:stop].tobytes(),
+                version=version,
+                route_bytes=row.routes[per_token * routed : per_token * fed],
+            )
         )
-        for start, stop, version in row.runs
-    )
+        routed = fed
     return Trajectory(
         slot=row.slot,
         prompt=row.prompt,
@@ -206,9 +221,12 @@ def read_batch(payload: bytes) -> Any:
     return untrusted.read_batch(payload, SCHEMA, "a trajectory payload", WIDER)
 
 
-def _with_parts(payload: bytes, parts: Parts) -> bytes:
-    columns = [*read_batch(payload).columns, pa.array([to_text(parts)])]
-    return pa.RecordBatch.from_arrays(columns, schema=PARTED).serialize().to_pybytes()
+def _widened(payload: bytes, parts: Parts, routes: bytes) -> bytes:
+    """With the columns that not all rows have."""
+    columns = [*read_batch(payload).columns, pa.array([to_text(parts) if parts else ""])]
+    if routes:
+        columns.append(pa.array([routes], BYTES))
+    return pa.RecordBatch.from_arrays(columns, schema=ROUTED if routes else PARTED).serialize().to_pybytes()
 
 
 def _as_number(form: str, data: Any) -> Any:
@@ -216,8 +234,12 @@ def _as_number(form: str, data: Any) -> Any:
 
 
 def _as_text(offsets: Any, data: Any) -> str:
+    return _as_bytes(offsets, data).decode()
+
+
+def _as_bytes(offsets: Any, data: Any) -> bytes:
     start, stop = struct.unpack_from("<ii", offsets)
-    return data.to_pybytes()[start:stop].decode() if data else ""
+    return data.to_pybytes()[start:stop] if data else b""
 
 
 def _as_array(dtype: Any, offsets: Any, items: Any) -> Any:
@@ -252,6 +274,9 @@ def _complaint(row: Row) -> str | None:
         return "log-probabilities must be finite"
     if any(row.logprobs[start:stop].any() for start, stop, version in row.runs if version == GIVEN):
         return "given tokens carry no log-probability"
+    fed = len(row.tokens) - 1
+    if row.routes and (not fed or len(row.routes) % fed or row.runs[-1][2] == GIVEN):
+        return f"{len(row.routes)} bytes of routes are not those of all {len(row.tokens)} tokens but the last"
     return None
 
 

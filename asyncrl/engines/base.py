@@ -27,7 +27,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Request) -> AsyncIterator[Delta]:
-        """Generate; yields a delta when the version changes under way and one, with `finish`, at the end."""
+        """Generate; yields a delta when the version changes under way and one, with `finish`, at the end. An engine
+        that was built to return routes puts them into the segments (`Trajectory.route_bytes`)."""
         ...
 
     async def abort(self, request_id: str) -> None:

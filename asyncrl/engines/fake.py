@@ -37,6 +37,7 @@ def build_fake(
     tap: "RolloutTap | None" = None,
     learned: Sequence[Range] = (),
     adapted: Sequence[str] = (),
+    routes: bool = False,
 ) -> "FakeEngine":
     """It has no model, so that only its own settings matter."""
     return FakeEngine(settings, name=name)

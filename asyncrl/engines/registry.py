@@ -35,9 +35,11 @@ class Build(Protocol):
         tap: "RolloutTap | None" = None,
         learned: Sequence[Range] = (),
         adapted: Sequence[str] = (),
+        routes: bool = False,
     ) -> Engine:
         """`tap`: where hidden states for a drafter go; `learned` about drafting by an engine before this one;
-        `adapted`: the projections of which only adapters will be published."""
+        `adapted`: the projections of which only adapters will be published; `routes`: return them with the tokens, if
+        the model has experts."""
         ...
 
 
@@ -72,6 +74,7 @@ def build_engine(
         tap=tap,
         learned=learned,
         adapted=published_adapters(run),
+        routes=run.rollout.replays_routes(run.engine),
     )
 
 

@@ -122,10 +122,17 @@ class Tensors(NamedTuple):
 
     embedding_V_E: Tensor
     rotation: Rotation
-    layers: Iterable[Callable[[Tensor, Rotate, int, Attend], Tensor]]
+    layers: Iterable[Callable[[Tensor, Rotate, int, Attend, Route | None], Tensor]]
     norm: NormScale
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Taps | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        taps: Taps | None = None,
+        route: Route | None = None,
+    ) -> Tensor:
         """Final hidden states, normalised and ready for the output matrix."""
         x_T_E = F.embedding(tokens_T, self.embedding_V_E)
         if torch.is_autocast_enabled(x_T_E.device.type):
@@ -134,7 +141,7 @@ class Tensors(NamedTuple):
         for index, layer in enumerate(self.layers):
             if taps is not None:
                 taps.see(index, x_T_E)
-            x_T_E = layer(x_T_E, rotate, index, attend)
+            x_T_E = layer(x_T_E, rotate, index, attend, route)
         return rms_norm(x_T_E, self.norm)
 
 
@@ -212,8 +219,8 @@ class Layer(nn.Module):
         rotate: Rotate,
         layer: int,
         attend: Attend,
-        run: "LayerForward | None" = None,
         route: Route | None = None,
+        run: "LayerForward | None" = None,
     ) -> Tensor:
         return (run or keeping)(self, x_T_E, rotate, layer, attend, route)
 
@@ -260,9 +267,9 @@ class Decoder(nn.Module):
         `route` names the experts of each token, if not the router's scores."""
         rotation = computed_rotation(self.frequencies_D, self.norm.dtype)
         norm = NormScale.of(self.norm, self.config.norm_eps)
-        layers = [partial(layer, run=run(index), route=route) for index, layer in enumerate(self.layers)]
+        layers = [partial(layer, run=run(index)) for index, layer in enumerate(self.layers)]
         tensors = Tensors(self.embed_tokens.weight, rotation, layers, norm)
-        return tensors.forward(tokens_T, positions_T, attend, taps)
+        return tensors.forward(tokens_T, positions_T, attend, taps, route)
 
     @property
     def output_matrix(self) -> Tensor:

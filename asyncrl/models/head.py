@@ -48,6 +48,9 @@ class TokenLogprobs(NamedTuple):
     """Of the distribution that each was drawn from, where it was asked for."""
     outside_L: Tensor | None = None
     """Which targets lie outside the support of this policy; None where that is the whole vocabulary."""
+    rerouted_L: Tensor | None = None
+    """In what share of the layers the token that each was predicted from has replayed experts, which the model would
+    not choose; None where it chooses."""
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:

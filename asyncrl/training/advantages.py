@@ -18,6 +18,7 @@ from asyncrl.algorithms import registry
 from asyncrl.algorithms.advantages import Rewards, gae, overlong_penalty, standardized, whitened
 from asyncrl.config import Run
 from asyncrl.config.algorithm import AlgorithmBase
+from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import Block, PackedBatch, block
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
@@ -25,11 +26,11 @@ from asyncrl.training.forward import PolicyForward
 from asyncrl.types import Group
 
 
-def with_advantages(run: Run, groups: Sequence[Group]) -> list[Block]:
-    """The groups that there is something to learn from, as blocks."""
+def with_advantages(run: Run, groups: Sequence[Group], routes: RouteShape | None = None) -> list[Block]:
+    """The groups that there is something to learn from, as blocks; `routes` are those that all of them must have."""
     rewards = [_rewards(run, group) for group in groups]
     advantages = registry.entry(run.algorithm).advantages(run.algorithm, rewards)
-    blocks = [block(group, found.tolist()) for group, found in zip(groups, advantages, strict=True)]
+    blocks = [block(group, found.tolist(), routes) for group, found in zip(groups, advantages, strict=True)]
     if _learns_from_everything(run):
         return blocks
     # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.

@@ -4,6 +4,9 @@ Axis suffixes: T all tokens of a batch, L its sampled tokens. The samples of a g
 the prompt followed by each answer without its last token, from which nothing is predicted. Logits are needed only
 where the *next* token was sampled: `predict_L` points at those positions, and everything per sampled token has the
 same length.
+
+Where routes are replayed, each of the T tokens has its own: those that an engine fed are just those that are computed
+here. A prompt is computed once, so it has the routes of the first trajectory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncrl.errors import RouteError
 from asyncrl.models.packed import Indices
-from asyncrl.types import GIVEN, Floats, Group, Ints, Slot
+from asyncrl.models.routes import Routes, RouteShape
+from asyncrl.types import GIVEN, Floats, Group, Ints, Slot, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,8 @@ class Answer:
     advantage: float
     slot: Slot
     precision: str
+    routes: Routes | None = None
+    """Of its tokens but the last."""
 
     @property
     def num_sampled(self) -> int:
@@ -41,6 +48,8 @@ class Block:
 
     prompt: Ints
     answers: Sequence[Answer]
+    routes: Routes | None = None
+    """Of the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +74,8 @@ class PackedBatch:
     """The samples, in the order of `sample_L`."""
     idle: bool = False
     """Nothing to learn from: it is computed because the other ranks compute."""
+    routes_T_L_C: torch.Tensor | None = None
+    """The experts of each token, where they are replayed (`asyncrl.models.routes`)."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -77,13 +88,14 @@ class PackedBatch:
         return [answer.num_sampled for answer in self.answers]
 
 
-def block(group: Group, advantages: Sequence[float]) -> Block:
-    """A group as a block; its trajectories must begin with the same given tokens."""
+def block(group: Group, advantages: Sequence[float], shape: RouteShape | None = None) -> Block:
+    """A group as a block; its trajectories must begin with the same given tokens. With a `shape` all have routes."""
     first = group.trajectories[0]
     length = int(np.argmax(first.versions != GIVEN))
     prompt = first.tokens[:length]
+    routes = [None if shape is None else _routes(trajectory, shape) for trajectory in group.trajectories]
     answers: list[Answer] = []
-    for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+    for trajectory, advantage, own in zip(group.trajectories, advantages, routes, strict=True):
         tokens, sampled = trajectory.tokens, trajectory.versions != GIVEN
         if not length or sampled[:length].any() or not np.array_equal(tokens[:length], prompt):
             raise ValueError(f"trajectory {trajectory.slot} does not begin with the prompt of its group")
@@ -96,9 +108,26 @@ def block(group: Group, advantages: Sequence[float]) -> Block:
                 advantage=advantage,
                 slot=trajectory.slot,
                 precision=trajectory.precision,
+                routes=None if own is None else own[length:],
             )
         )
-    return Block(prompt, answers)
+    return Block(prompt, answers, None if routes[0] is None else routes[0][:length])
+
+
+def _routes(trajectory: Trajectory, shape: RouteShape) -> Routes:
+    """Of every token but the last; a token that had to be routed anew would be another than the engine's."""
+    data, fed, slot = trajectory.route_bytes, len(trajectory.tokens) - 1, trajectory.slot
+    who = f"group {slot.group}, sample {slot.sample}"
+    ways = "set rollout.router_replay=off to train without routes"
+    if len(data) != fed * shape.token_bytes:
+        raise RouteError(
+            f"{who} has {len(data)} bytes of routes; its {fed} tokens before the last need {shape.token_bytes} each, "
+            f"{len(shape.layers)} layers by {shape.active} experts: {ways}"
+        )
+    found = shape.read(data)
+    if fed and found.max() >= shape.experts:
+        raise RouteError(f"{who} has a route to expert {found.max()}, and a layer has {shape.experts}: {ways}")
+    return found
 
 
 def pack(blocks: Iterable[Block], token_budget: int) -> Iterator[PackedBatch]:
@@ -145,23 +174,26 @@ def _split(whole: Block, token_budget: int) -> Iterator[Block]:
     answers: list[Answer] = []
     for answer in whole.answers:
         if answers and Block(whole.prompt, [*answers, answer]).num_tokens > token_budget:
-            yield Block(whole.prompt, answers)
+            yield replace(whole, answers=answers)
             answers = []
         answers.append(answer)
-    yield Block(whole.prompt, answers)
+    yield replace(whole, answers=answers)
 
 
 def _batch(blocks: list[Block]) -> PackedBatch:
     tokens: list[Ints] = []
     rows: list[Indices] = []
     predict: list[Indices] = []
+    routes: list[Routes] = []
     answers = [answer for block in blocks for answer in block.answers]
     end = 0
     for part in blocks:
         shared = np.arange(end, end + len(part.prompt))
         tokens.append(part.prompt)
         end += len(part.prompt)
+        routes += [part.routes] if part.routes is not None else []
         for answer in part.answers:
+            routes += [answer.routes] if answer.routes is not None else []
             row = np.concatenate([shared, np.arange(end, end + len(answer.tokens) - 1)])
             tokens.append(answer.tokens[:-1])
             end += len(answer.tokens) - 1
@@ -182,6 +214,7 @@ def _batch(blocks: list[Block]) -> PackedBatch:
         advantage_L=torch.from_numpy(np.repeat(np.array([a.advantage for a in answers], np.float32), lengths)),
         sample_L=torch.from_numpy(np.repeat(np.arange(len(answers)), lengths)),
         answers=answers,
+        routes_T_L_C=torch.from_numpy(np.concatenate(routes)) if routes else None,
     )
 
 

@@ -8,11 +8,14 @@ from asyncrl.algorithms import losses
 from asyncrl.config import Run, Trainer
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
+from asyncrl.models.experts import Route
 from asyncrl.models.head import WHOLE, Support, TokenLogprobs, bf16_logits, chunked_logprobs, policy_logits
 from asyncrl.models.packed import attention_for
+from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.memory import chunk_tokens
+from asyncrl.training.routes import ReplayedRoutes
 
 PLAIN = Execution()
 
@@ -23,6 +26,7 @@ def predicting_states(
     settings: Trainer,
     tap: HiddenTap | None = None,
     execution: Execution = PLAIN,
+    route: Route | None = None,
 ) -> Tensor:
     """The hidden state from which each sampled token was predicted."""
     device = batch.tokens_T.device
@@ -30,7 +34,7 @@ def predicting_states(
     attend = attention_for(batch.rows, device, narrow=narrow)
     taps = None if tap is None else tap.taps()
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
-        hidden_T = model(batch.tokens_T, batch.positions_T, attend, taps, run=execution.layer)
+        hidden_T = model(batch.tokens_T, batch.positions_T, attend, taps, run=execution.layer, route=route)
     if tap is not None and taps is not None:
         tap.take(batch, hidden_T, taps.found_T_E)
     # The end of a prompt predicts the first token of many completions; an embedding's backward adds them up fast.
@@ -41,8 +45,11 @@ class PolicyForward:
     """A model as a policy: the distribution that the rollouts would sample from with its weights, at their temperature
     and with their top-k and top-p. A sampled token always belongs to it, so that its ratio is finite."""
 
-    def __init__(self, model: Decoder, run: Run, execution: Execution = PLAIN) -> None:
-        self._model, self._execution = model, execution
+    def __init__(
+        self, model: Decoder, run: Run, execution: Execution = PLAIN, routes: RouteShape | None = None
+    ) -> None:
+        """With `routes` those of a batch are replayed."""
+        self._model, self._execution, self._routes = model, execution, routes
         self._settings = run.trainer
         rollout = run.rollout
         self._temperature = rollout.temperature or 1.0
@@ -50,7 +57,13 @@ class PolicyForward:
         """Greedy completions report the whole distribution at temperature 1."""
 
     def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
-        hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution)
+        if self._routes is None or batch.routes_T_L_C is None:  # an idle batch has none
+            return self._logprobs(batch, entropy, tap, None)
+        route = ReplayedRoutes(batch.routes_T_L_C, self._routes.layers)
+        return self._logprobs(batch, entropy, tap, route)._replace(rerouted_L=route.differing[batch.predict_L])
+
+    def _logprobs(self, batch: PackedBatch, entropy: bool, tap: HiddenTap | None, route: Route | None) -> TokenLogprobs:
+        hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution, route)
         output_V_E, narrow = self._model.output_matrix, self._settings.dtype == "bf16"
         chunk = chunk_tokens(self._settings.logits_bytes, len(output_V_E))
         if len(hidden_L_E) > chunk:

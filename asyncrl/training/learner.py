@@ -26,6 +26,7 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import uses_flash
+from asyncrl.models.routes import replayed_shape
 from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
 from asyncrl.training.adamw import AdamW
@@ -54,7 +55,7 @@ from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
 
-MEANS = ("entropy", "reference_kl", "outside_support")
+MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch")
 """Sums over tokens that a report has the mean of, where there are any."""
 
 
@@ -87,7 +88,8 @@ class Learner:
         if in_halves:
             self.fill(model_path)
         self.outgoing = Export(self.model, self.ranks, adapted=adapts, master=self._master)
-        self._policy = PolicyForward(self.model, run, self._execution)
+        self._routes = replayed_shape(run, self.model_config)
+        self._policy = PolicyForward(self.model, run, self._execution, self._routes)
         self._reference = self._make_reference(model_path)
         self.critic = None
         if (rate := run.algorithm.critic_rate) is not None:
@@ -174,7 +176,8 @@ class Learner:
             self._learn(groups)
 
     def _learn(self, groups: Sequence[Group]) -> None:
-        own = share(with_advantages(self._run, groups), self._settings.token_budget, self.ranks.rank, self.ranks.world)
+        blocks = with_advantages(self._run, groups, self._routes)
+        own = share(blocks, self._settings.token_budget, self.ranks.rank, self.ranks.world)
         batches = [batch.to(self.device) for batch in own]
         if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
@@ -212,6 +215,8 @@ class Learner:
             self._add({"entropy": output.entropy_L.detach().sum()})
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
+        if output.rerouted_L is not None:
+            self._add({"route_mismatch": output.rerouted_L.sum()})
         self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)

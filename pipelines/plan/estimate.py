@@ -9,6 +9,7 @@ from asyncrl.config.precision import numerics
 from asyncrl.config.weights import published_adapters
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.models.config import ModelConfig, read_config, warm_start_shape
+from asyncrl.models.routes import replayed_shape
 from asyncrl.precision.memory import Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.compiler import compiles
@@ -29,7 +30,7 @@ from asyncrl.types import Prompt
 from pipelines.plan.disk import checkpoint_bytes
 
 TOKEN = 3 * 4
-"""Bytes of a token in a trajectory: id, log-probability, policy version."""
+"""Bytes of a token in a trajectory without routes: id, log-probability, policy version."""
 ROW = 2048
 """Bytes of a trajectory besides its tokens, rounded up."""
 PROCESS = 300 << 20
@@ -59,6 +60,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     engine_base: int = 0
     """What the engine merges adapters into."""
     kv_cache: int
+    token: int
+    """In a trajectory."""
     trajectories: int
     """One step's samples, every completion as long as it may be."""
     checkpoint: int
@@ -116,8 +119,10 @@ def traffic(run: Run, required: Needs, prompt: int, pace: Rates | None) -> Traff
     weights = run.rollout.replicas * required.published
     if pace is None:
         return Traffic(required.trajectories, required.trajectories, weights, "a step")
-    rows = pace.samples_per_second * (prompt * TOKEN + ROW)
-    generated, trained = TOKEN * pace.generated_tokens_per_second, TOKEN * pace.tokens_per_second
+    rows = pace.samples_per_second * (prompt * required.token + ROW)
+    generated, trained = (
+        required.token * tokens for tokens in (pace.generated_tokens_per_second, pace.tokens_per_second)
+    )
     return Traffic(rows + generated, rows + trained, weights / pace.step_seconds, "a second")
 
 
@@ -174,6 +179,7 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     batch = _largest_batch(run, prompt)
     memory = training_memory(run, model, batch, recomputed=recomputed, compiled=compiled)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
+    token = token_bytes(run, model)
     return Needs(
         parameters=count,
         published=published_bytes(run, model),
@@ -185,9 +191,16 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
         engine_weights=held.weights if run.engine.has_model else 0,
         engine_base=held.base,
         kv_cache=run.engine.host_kv_cache(rows * longest * held.kv_token, gpu=has_gpu()),
-        trajectories=run.samples_per_step * (longest * TOKEN + ROW),
+        token=token,
+        trajectories=run.samples_per_step * (longest * token + ROW),
         checkpoint=checkpoint_bytes(run, model),
     )
+
+
+def token_bytes(run: Run, model: ModelConfig) -> int:
+    """Of a token in a trajectory, with its route."""
+    routes = replayed_shape(run, model)
+    return TOKEN if routes is None else TOKEN + routes.token_bytes
 
 
 def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint, *, gpu: bool) -> Footprint:

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from asyncrl.buffer.log import MAX_PAYLOAD
 from asyncrl.config import Run, check
 from asyncrl.config import trackers as tracking
 from asyncrl.config.precision import model_problems
@@ -16,13 +17,14 @@ from asyncrl.config.user_code import Called, stages
 from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
-from asyncrl.models.config import ATTENTION
+from asyncrl.models.config import ATTENTION, ModelConfig
+from asyncrl.models.routes import replayed_shape
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
 from pipelines.plan.disk import most_checkpoints
-from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size
+from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size, token_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
@@ -147,12 +149,35 @@ def _model(run: Run) -> Iterator[str]:
         )
     joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
     yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined)
+    yield from _router_replay(run, model, longest)
     if model.experts is not None:
         yield from _experts(run, model.hidden_size)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
         yield from _card(run, required)
+
+
+def _router_replay(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:
+    largest = longest * token_bytes(run, model)
+    if replayed_shape(run, model) is not None and largest > MAX_PAYLOAD:
+        yield (
+            f"rollout.router_replay={run.rollout.router_replay}: a sample of {longest} tokens with their routes takes "
+            f"{size(largest)}, and the buffer stores {size(MAX_PAYLOAD)} at most; set rollout.router_replay=off, or "
+            "lower rollout.max_tokens"
+        )
+    if run.rollout.router_replay != "on":
+        return
+    if model.experts is None:
+        yield (
+            "rollout.router_replay=on replays which experts the engine chose, and the model has no experts: set "
+            "rollout.router_replay=auto"
+        )
+    elif not run.engine.returns_routes:
+        yield (
+            f"rollout.router_replay=on: engine={run.engine.label} does not return which experts it chose; set "
+            "rollout.router_replay=auto, or use engine=native engine.device=cpu"
+        )
 
 
 def _experts(run: Run, hidden_size: int) -> Iterator[str]:

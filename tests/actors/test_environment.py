@@ -13,17 +13,21 @@ from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
 from actors.rollout.generation import Completion, CompletionGenerator
-from asyncrl.config import Checkpoint, Flow, Reward, Rollout, Run, check
+from asyncrl.config import Checkpoint, Flow, Reward, Rollout, Run, WarmStart, check
 from asyncrl.config.engine import FakeEngine, NativeEngine
+from asyncrl.config.task import ChainsTask
 from asyncrl.config.user_code import Environment
 from asyncrl.data.arrow import decode
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
+from asyncrl.models.checkpoint import load_model
 from asyncrl.training.batches import block, pack
+from asyncrl.training.warm_start import make_model
 from asyncrl.types import GIVEN, Delta, Group, Prompt, Request, Sampling, Segment, Slot, Trajectory
 from asyncrl.user_code.environments import Conversation, respond
 from asyncrl.user_code.protocol import RewardFailure
 from tests.actors.test_publisher import model, scene  # pyright: ignore[reportUnusedImport]
+from tests.support.routes import routes_of
 
 __all__ = ["model"]
 PROMPT = Prompt(uid="p", text="3+4=", answer="7")
@@ -184,7 +188,17 @@ async def _generated(run: Run, model: Path, directory: Path, *, leave: bool) -> 
     return found
 
 
-def test_another_engine_goes_on_with_a_conversation(model: Path, tmp_path: Path, functions: Path) -> None:
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = WarmStart(hidden_size=32, heads=2, experts=4, expert_size=16, steps=2, batch_tokens=64)
+    return make_model(shape, ChainsTask(), 0, tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize("kind", ["model", "experts"])
+def test_another_engine_goes_on_with_a_conversation(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, functions: Path
+) -> None:
+    model: Path = request.getfixturevalue(kind)
     run = Run(
         name="test",
         cluster="inprocess",
@@ -208,6 +222,10 @@ def test_another_engine_goes_on_with_a_conversation(model: Path, tmp_path: Path,
         if trajectory.finish == "stop":
             assert len(replies) == 2
             assert trajectory.reward == 5 + 1
+        assert trajectory.route_bytes == handed_over[slot].route_bytes
+        if kind == "experts":  # the last token of a turn has its route, too, and so has every reply
+            policy, _ = load_model(model)
+            assert trajectory.route_bytes == routes_of(policy, trajectory.tokens[:-1].tolist()).tobytes()
 
 
 def test_a_reply_that_never_comes_drops_the_sample_and_its_group(model: Path, tmp_path: Path, functions: Path) -> None:

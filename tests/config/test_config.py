@@ -127,6 +127,12 @@ def test_a_recorded_run_is_read_although_it_could_not_learn() -> None:
     assert load(raw, recorded=True).rollout.group_size == 1
 
 
+def test_a_run_recorded_before_there_were_routes_goes_on_without() -> None:
+    assert load({}).rollout.router_replay == "auto"
+    assert load({"rollout": {"max_tokens": 9}}, recorded=True).rollout.router_replay == "off"
+    assert load(msgspec.to_builtins(Run()), recorded=True) == Run()
+
+
 def test_all_unknown_keys_are_told_at_once() -> None:
     assert refusal({"sed": 1, "trainer": {"l": 1, "lr": 1e-3}, "engine": {"type": "fake", "sigm": 1}}).splitlines() == [
         "unknown key sed: did you mean seed?",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.payloads import SCHEMA_HASH
 from asyncrl.data import arrow
-from asyncrl.data.arrow import PARTED, SCHEMA, decode, encode, read_row, read_table
+from asyncrl.data.arrow import PARTED, ROUTED, SCHEMA, decode, encode, read_row, read_table
 from asyncrl.data.reward_parts import NAME
 from asyncrl.types import GIVEN, Segment, Slot, Trajectory
 from tests.support.buffer_stores import payload, trajectory
@@ -120,6 +120,45 @@ def test_an_answer_without_parts_is_stored_as_before_there_were_any() -> None:
     assert decode(plain).parts == {}
 
 
+def routed() -> Trajectory:
+    """Seven tokens, so that six have routes, of two bytes each here."""
+    segments = (
+        Segment.given([1, 2, 3]),
+        Segment.sampled([4, 5], [-1.0, -0.5], 0, bytes(range(8))),
+        Segment.given([6]),
+        Segment.sampled([7], [-2.0], 1, bytes(range(8, 12))),
+    )
+    return msgspec.structs.replace(trajectory(3, 1), segments=segments)
+
+
+@pytest.mark.parametrize("parts", [{}, {"format": 0.5}])
+def test_routes_are_a_column_of_bytes_and_go_back_to_their_segments(parts: dict[str, float]) -> None:
+    item = msgspec.structs.replace(routed(), parts=parts)
+    assert decode(encode(item)) == item
+    batch = pa.ipc.read_record_batch(pa.py_buffer(encode(item)), ROUTED)
+    assert batch.column("routes").to_pylist() == [bytes(range(12))]
+    assert batch.schema.field("routes").type == pa.binary()
+    table = read_table([payload(0, 0), encode(item)])
+    assert table.column("routes").to_pylist() == [None, bytes(range(12))]
+
+
+def test_routes_that_do_not_fit_the_tokens_are_refused_by_name() -> None:
+    *others, last = routed().segments
+    for segments in (
+        (*others, msgspec.structs.replace(last, route_bytes=bytes(3))),
+        (*others, Segment.given([7])),
+        (Segment.sampled([1], [-1.0], 0, bytes(2)),),
+    ):
+        with pytest.raises(ValueError, match=r"group 3, sample 1: \d+ bytes of routes are not those of all \d+ tokens"):
+            decode(encode(msgspec.structs.replace(routed(), segments=segments)))
+
+
+def test_a_segment_written_before_there_were_routes_is_read() -> None:
+    """Of array-like structs the fields that are missing at the end have their defaults."""
+    old = msgspec.msgpack.encode([b"\1\0\0\0", b"\0\0\0\0", 2])
+    assert msgspec.msgpack.decode(old, type=Segment) == Segment.sampled([1], [0.0], 2)
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -159,7 +198,8 @@ def test_nulls_and_uneven_lists_are_refused() -> None:
 @given(st.data())
 def test_damaged_payloads_never_crash_or_pass_as_something_odd(data: st.DataObject) -> None:
     parts = data.draw(st.sampled_from([{}, {"format": 0.5}]))
-    raw = bytearray(encode(msgspec.structs.replace(trajectory(1, 1), parts=parts)))
+    item = data.draw(st.sampled_from([trajectory(1, 1), routed()]))
+    raw = bytearray(encode(msgspec.structs.replace(item, parts=parts)))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(raw[: data.draw(st.integers(0, len(raw)))])

@@ -156,6 +156,15 @@ def test_more_active_experts_than_there_are_is_refused() -> None:
         (["engine=vllm", "engine.quantization=fp8"], "set rollout.precision=fp32 engine.quantization=none"),
         (["engine.device=cuda"], "there are no kernels for experts on a GPU yet; set engine.device=cpu"),
         (["trainer.lora.rank=4"], "experts have no adapters; set trainer.lora.targets="),
+        (
+            ["engine=vllm", "rollout.router_replay=on"],
+            "rollout.router_replay=on: engine=vllm does not return which experts it chose; set "
+            "rollout.router_replay=auto, or use engine=native engine.device=cpu",
+        ),
+        (
+            ["rollout.max_tokens=4200000", "engine.max_length=4300000"],
+            "the buffer stores 67.1 MB at most; set rollout.router_replay=off, or lower rollout.max_tokens",
+        ),
     ],
 )
 def test_what_experts_cannot_do_is_refused_with_the_way_out(settings: list[str], said: str) -> None:
@@ -174,6 +183,14 @@ def test_vllm_on_a_cpu_has_experts_of_some_hidden_sizes(gpu: bool, monkeypatch: 
     wrong = said("model.hidden_size=80")
     assert len(wrong) == (0 if gpu else 1)
     assert gpu or "a multiple of 32, and the model has hidden_size=80; use engine=native" in wrong[0]
+
+
+def test_replay_without_experts_is_refused_with_the_way_out() -> None:
+    (said,) = problems(compose(["experiment=quickstart", "rollout.router_replay=on"]))
+    assert said == (
+        "rollout.router_replay=on replays which experts the engine chose, and the model has no experts: set "
+        "rollout.router_replay=auto"
+    )
 
 
 def test_adapters_on_attention_are_allowed() -> None:

@@ -10,6 +10,7 @@ from asyncrl.config import Run, Trainer
 from asyncrl.config.algorithm import Importance
 from asyncrl.errors import CheckpointError
 from asyncrl.models.packed import packed_attention
+from asyncrl.models.routes import RouteShape
 from asyncrl.training import checkpoint
 from asyncrl.training.batches import Block, block, pack
 from asyncrl.training.checkpoint import TrainingManifest
@@ -33,12 +34,16 @@ def _learner(model_path: Path, *, token_budget: int = 4096) -> Learner:
     return Learner(model_path, Run(trainer=settings, correction=Importance(reject=())))
 
 
+def _shape(learner: Learner) -> RouteShape | None:
+    return RouteShape.of(learner.model_config)
+
+
 def _gradients(learner: Learner) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None}
 
 
-def _blocks(groups: list[Group]) -> list[Block]:
-    return [block(group, [1.0] * len(group.trajectories)) for group in groups]
+def _blocks(groups: list[Group], routes: RouteShape | None = None) -> list[Block]:
+    return [block(group, [1.0] * len(group.trajectories), routes) for group in groups]
 
 
 def test_packing_keeps_every_sampled_token_once_and_within_the_budget():
@@ -130,7 +135,7 @@ def test_loss_is_the_token_mean_over_the_whole_step_not_a_mean_of_means(model_pa
         for trajectory in group.trajectories:
             advantage = 1.0 if trajectory.reward else -1.0
             alone = Group(id=0, trajectories=(trajectory,))
-            (batch,) = pack([block(alone, [advantage])], 10_000)
+            (batch,) = pack([block(alone, [advantage], _shape(learner))], 10_000)
             logp = learner.token_logprobs(batch).detach()
             weight = (logp - batch.behaviour_logp_L).exp().clamp(max=2.0)
             total = total - (weight * advantage).sum()
@@ -245,7 +250,7 @@ def test_each_step_tells_of_its_own_answer_that_is_furthest_off_policy(model_pat
     learner = _learner(model_path)
     for number in (0, 1):
         groups = make_groups(3, seed=number)
-        (batch,) = pack(_blocks(groups), token_budget=100_000)
+        (batch,) = pack(_blocks(groups, _shape(learner)), token_budget=100_000)
         with torch.no_grad():
             gap_L = (learner.token_logprobs(batch) - batch.behaviour_logp_L).abs()
         tokens = {t.slot: t.sampled_tokens for group in groups for t in group.trajectories}

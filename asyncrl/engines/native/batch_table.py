@@ -4,6 +4,9 @@
 A row samples when a step brings `computed` up to `known`. Prefill, resumed answers and recomputing after a weight
 update are all the same: a row whose `computed` lags.
 
+`routes` are those of the computed tokens, where the model has experts and they are recorded; those of the first
+`routed` are already where they belong.
+
 Drafts, where there are any, wait in columns of their own. The cache of a drafting head is filled from `head_from` to
 `head_computed`: it has gaps where nothing was drafted for a while.
 """
@@ -22,6 +25,7 @@ from asyncrl.engines.native.sampling import (
     uniforms_at,
 )
 from asyncrl.engines.native.verification import DraftTable, Verdict
+from asyncrl.models.routes import Routes, RouteShape
 from asyncrl.types import Sampling
 
 NO_TOKEN = -1
@@ -36,7 +40,9 @@ class Ended(NamedTuple):
 
 
 class BatchTable:
-    def __init__(self, rows: int, length: int, drafts: DraftTable | None = None) -> None:
+    def __init__(
+        self, rows: int, length: int, drafts: DraftTable | None = None, routes: RouteShape | None = None
+    ) -> None:
         self.jobs: list[Job] = []
         self._max_length = length
         self.drafts = drafts
@@ -44,9 +50,12 @@ class BatchTable:
         # Zeroed pages cost no memory before they are touched, so the widest row is reserved at once.
         self.tokens = np.zeros((rows, length + spare), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
-        self._integers = np.zeros((8, rows), np.int64)
+        self.routes: Routes | None = None
+        if routes is not None:
+            self.routes = np.zeros((rows, length + spare, len(routes.layers), routes.active), routes.dtype)
+        self._integers = np.zeros((9, rows), np.int64)
         self.known, self.computed, self.segment, self.limit, self._top_k = self._integers[:5]
-        self.head_from, self.head_computed, self._begin = self._integers[5:]
+        self.head_from, self.head_computed, self._begin, self.routed = self._integers[5:]
         self._starts = np.zeros((len(Purpose), rows), np.uint64)
         """Of the streams of random numbers."""
         self._reals = np.zeros((2, rows), np.float32)
@@ -73,6 +82,7 @@ class BatchTable:
         self.jobs[row] = job
         self.tokens[row, :length] = request.tokens
         self.known[row], self.computed[row], self.segment[row] = length, 0, length
+        self.routed[row] = request.routed
         begin = self._begin[row] = length - request.resumed
         self.limit[row] = min(begin + sampling.max_tokens, self._max_length)
         self._starts[Purpose.PLAIN, row] = request.seed % 2**64
@@ -94,6 +104,8 @@ class BatchTable:
         length = self.known[last]
         self.tokens[row, :length] = self.tokens[last, :length]
         self.logprobs[row, :length] = self.logprobs[last, :length]
+        if self.routes is not None:
+            self.routes[row, :length] = self.routes[last, :length]
         self._integers[:, row] = self._integers[:, last]
         self._starts[:, row] = self._starts[:, last]
         self._reals[:, row] = self._reals[:, last]
@@ -105,8 +117,21 @@ class BatchTable:
     def share_prompt(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of a row were copied from another."""
         self.computed[target] = length
+        if self.routes is not None:
+            self.routes[target, :length] = self.routes[source, :length]
         self.head_from[target] = min(self.head_from[source], length)
         self.head_computed[target] = length if self.head_computed[source] >= length else 0
+
+    def take_segment(self, row: int) -> tuple[Column, Column, bytes]:
+        """Tokens, log-probabilities and routes that were not taken before. With no new token there is no new route:
+        what is computed again before one is sampled may still change."""
+        begin, end = int(self.segment[row]), int(self.known[row])
+        self.segment[row] = end
+        routes = b""
+        if self.routes is not None and end > begin:
+            routes = self.routes[row, self.routed[row] : end - 1].tobytes()
+            self.routed[row] = end - 1
+        return self.tokens[row, begin:end], self.logprobs[row, begin:end], routes
 
     def uniforms_of(self, purpose: Purpose, positions_N_W: Column) -> Column:
         """Random numbers for tokens of the live rows at any positions."""

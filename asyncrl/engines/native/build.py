@@ -27,6 +27,7 @@ def build_native(
     tap: RolloutTap | None = None,
     learned: Sequence[Range] = (),
     adapted: Sequence[str] = (),
+    routes: bool = False,
 ) -> Engine:
     found = numerics(precision, fp8 or Fp8())
     dtype = torch.bfloat16 if settings.carrier(precision) == "bf16" else torch.float32
@@ -34,7 +35,15 @@ def build_native(
     if not settings.on_gpu(drafter, torch.cuda.is_available()):
         torch.set_num_threads(settings.threads)
         return NativeEngine(
-            model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser, tap=tap
+            model_path,
+            settings,
+            drafter,
+            name=name,
+            dtype=dtype,
+            numerics=found,
+            chooser=chooser,
+            tap=tap,
+            routes=routes,
         )
     if tap is not None:
         raise EngineError(

@@ -73,7 +73,5 @@ class RowEngine(CooperativeEngine):
             self._finish(job, "stop" if by_stop else "length")
 
     def _take_row(self, job: Job) -> Segment:
-        slots, row = self._slots, job.row
-        span = slice(slots.segment[row], slots.known[row])
-        slots.segment[row] = slots.known[row]
-        return Segment.sampled(slots.tokens[row, span], slots.logprobs[row, span], self._version)
+        tokens, logprobs, routes = self._slots.take_segment(job.row)
+        return Segment.sampled(tokens, logprobs, self._version, routes)

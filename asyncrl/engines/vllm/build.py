@@ -30,6 +30,7 @@ def build_vllm(
     tap: "RolloutTap | None" = None,
     learned: Sequence[Range] = (),
     adapted: Sequence[str] = (),
+    routes: bool = False,
 ) -> Engine:
     if tap is not None:
         raise EngineError("vLLM gives no hidden states as it decodes; use drafter.training.source=trainer")

@@ -52,6 +52,7 @@ SCHEMA: Any = pa.schema(
         ("sequence", pa.int64()),
         *((NAMES.get(name, name), _kind(kind)) for name, kind in COLUMNS.items()),
         ("parts", pa.string_view()),
+        ("route_bytes", pa.int64()),
         ("unsigned_versions", pa.list_view(pa.uint32())),
     ]
 )
@@ -96,7 +97,7 @@ class _Reader:
             columns.append(column)
         versions = columns[-1]
         unsigned = pa.ListViewArray.from_arrays(versions.offsets, versions.sizes, versions.values.view(pa.uint32()))
-        columns += [self._parts(place, ends), unsigned]
+        columns += [self._parts(place, ends), self._route_bytes(place, ends), unsigned]
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
     def _column(self, kind: Any, place: Positions) -> tuple[Any, Positions]:
@@ -115,9 +116,18 @@ class _Reader:
         (longer,) = np.nonzero(place << WORD < ends)
         if len(longer):
             views[longer], place[longer] = self._texts(place[longer])
+        return self._as_text(views)
+
+    def _route_bytes(self, place: Positions, ends: Positions) -> Any:
+        """How long the routes are, in the rows that have any: all end here."""
+        lengths = np.zeros(len(place), np.int64)
+        (longer,) = np.nonzero(place << WORD < ends)
+        if len(longer):
+            lengths[longer] = self._lengths(place[longer])
+            place[longer] += 1 + (lengths[longer] + 7 >> WORD)
         if np.any(place << WORD != ends):
             raise IndexError("a row does not end with its frame")
-        return self._as_text(views)
+        return as_array(lengths)
 
     def _texts(self, place: Positions) -> tuple[Positions, Positions]:
         """Arrow's views of two words: the length and four bytes; then eight more, or a zero and a long text's place."""

@@ -96,7 +96,7 @@ CREATE VIEW trajectories AS
         g.step - nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS staleness,
         CASE WHEN g.drop_sample IS NULL OR g.drop_sample = t.sample THEN g.drop_reason
             ELSE '$incomplete' END AS drop_reason,
-        t.tokens, t.logprobs, t.versions
+        t.tokens, t.logprobs, t.versions, nullif(t.route_bytes, 0) AS route_bytes
     FROM raw_trajectories t LEFT JOIN groups g USING (group_id);
 CREATE MACRO tokens(of_group, of_sample) AS TABLE
     SELECT generate_subscripts(tokens, 1) - 1 AS position, unnest(tokens) AS token, unnest(versions) AS version,

@@ -57,6 +57,7 @@ def correction(run: Recorded) -> list[Chart]:
         _lines(run, "Effective sample size", WORTH, "ess", note="what a step's tokens are worth; 1 is on-policy"),
         _lines(run, "Importance ratio", RATIOS, "pi / mu", note="trainer's probability over the engine's, by token"),
         _lines(run, "Mismatch", MISMATCH, "nats per token", from_zero=True),
+        _lines(run, "Router replay", ROUTES, "share of routes", percent=True, from_zero=True, note=ROUTES_NOTE),
         _lines(run, "Corrected tokens", CORRECTED, "share of tokens", percent=True, from_zero=True),
         _lines(run, "Staleness", STALENESS, "versions", note="age of each sample's oldest token", from_zero=True),
     ]
@@ -66,6 +67,8 @@ def correction(run: Recorded) -> list[Chart]:
 WORTH = {"ess": "of the ratios", "ess_used": "of the weights, as they are used"}
 RATIOS = {"rho_p1": "1st percentile", "rho_p50": "median", "rho_p99": "99th percentile"}
 MISMATCH = {"mismatch_abs": "mean |log pi - log mu|", "mismatch_k3": "k3"}
+ROUTES = {"route_mismatch": "the trainer would choose others"}
+ROUTES_NOTE = "a route: the experts that the engine chose for a token in a layer"
 CORRECTED = {"truncated_fraction": "truncated", "rejected_fraction": "rejected", "clip_fraction": "clipped by the loss"}
 STALENESS = {"staleness_mean": "mean", "staleness_max": "largest", "effective_staleness": "allowed"}
 HELD = {"in_flight": "in flight", "buffered": "in the buffer", "running": "running", "waiting": "queued in engines"}

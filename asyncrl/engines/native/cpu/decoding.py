@@ -13,6 +13,7 @@ from asyncrl.engines.native.batch_table import BatchTable, Ended
 from asyncrl.engines.native.cpu.cache import KvCache
 from asyncrl.engines.native.cpu.hidden_capture import Capture, watch
 from asyncrl.engines.native.cpu.layout import decoding_tensors, store_by_columns
+from asyncrl.engines.native.cpu.routes import RouteRecorder
 from asyncrl.engines.native.cpu.scheduler import Step
 from asyncrl.engines.native.sampling import Column, Purpose, sample
 from asyncrl.engines.native.weight_loading import Receiver, load_adapters, load_published, not_in_fp8
@@ -86,6 +87,7 @@ class States(NamedTuple):
     """As `Policy.logits` takes them."""
     taps: list[Tensor]
     watch: Capture | None
+    routes: RouteRecorder | None
 
 
 class Decoding(NamedTuple):
@@ -114,13 +116,17 @@ class Decoding(NamedTuple):
         if found is not None:
             wanted = found.tap.layers
         taps = Taps(wanted) if wanted else None
-        attend = self.cache.attend(step.layout._replace(all_chunks=wanted == () or found is not None))
+        routes = None if self.slots.routes is None else RouteRecorder(self.slots.routes.shape[-1])
+        all_chunks = wanted == () or found is not None or routes is not None
+        attend = self.cache.attend(step.layout._replace(all_chunks=all_chunks))
         tokens_T, positions_T = torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T)
-        hidden_T_E = self.policy.tensors.forward(tokens_T, positions_T, attend, taps)
-        return States(hidden_T_E, taps.found_T_E if taps is not None else [], found)
+        hidden_T_E = self.policy.tensors.forward(tokens_T, positions_T, attend, taps, routes)
+        return States(hidden_T_E, taps.found_T_E if taps is not None else [], found, routes)
 
     def give(self, step: Step, states: States, path_N_W: Column | None = None) -> None:
-        """To the drafter, what a recorded step has computed of tapped answers."""
+        """To the table its routes, and to the drafter what a recorded step has computed of tapped answers."""
+        if states.routes is not None:
+            states.routes.keep(self.slots, step, path_N_W)
         if states.watch is not None:
             found = states.watch.stretches(self.slots, step, path_N_W)
             place = torch.from_numpy(np.concatenate([stretch.place for stretch in found]))

@@ -28,6 +28,7 @@ from asyncrl.engines.native.speculation.source import Chooser, no_head, spare_sl
 from asyncrl.engines.native.verification import DraftTable
 from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import EngineError
+from asyncrl.models.routes import RouteShape
 from asyncrl.types import WeightAck, WeightManifest
 
 
@@ -44,12 +45,13 @@ class NativeEngine(RowEngine):
         numerics: Numerics | None = None,
         chooser: Chooser | None = None,
         tap: RolloutTap | None = None,
+        routes: bool = False,
     ) -> None:
-        """`tap` gets hidden states of the answers that it names."""
+        """`tap` gets hidden states of the answers that it names; `routes`: return them, if the model has experts."""
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
         self._model_path, self._dtype, self._numerics = model_path, dtype, numerics
         self._drafter_version = 0
-        self._tap = tap
+        self._tap, self._returns_routes = tap, routes
 
     async def load_weights(self, manifest: WeightManifest, on_update: OnUpdate) -> WeightAck:
         self._require_serving(f"weights of version {manifest.version}")
@@ -80,7 +82,8 @@ class NativeEngine(RowEngine):
         else:
             drafts, source = DraftTable(rows, spare), build_source(drafter.drafting, policy, settings)
             self._head = source if isinstance(source, HeadSource) else None
-        slots = BatchTable(rows, settings.max_length, drafts)
+        routes = RouteShape.of(policy.config) if self._returns_routes else None
+        slots = BatchTable(rows, settings.max_length, drafts, routes)
         self._serve_model(policy.config.vocabulary, slots)
         caches = [cache] if self._head is None else [cache, self._head.cache]
         self._decoding = Decoding(policy, cache, slots, self._tap)

@@ -21,7 +21,7 @@ from asyncrl.engines.native.cpu.layout import interleave
 from asyncrl.engines.native.weight_loading import Receiver, read_whole
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.models.decoder import Attend, Decoder, LayerTensors, Tensors, add_projection
-from asyncrl.models.experts import ExpertTensors
+from asyncrl.models.experts import ExpertTensors, Route
 from asyncrl.models.layers import NormScale, Rotate, rms_norm, tabled_rotation
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.audit import check_layers, check_products
@@ -110,13 +110,13 @@ class RoundingLayer(NamedTuple):
     tensors: LayerTensors
     power_of_two: bool
 
-    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend) -> Tensor:
+    def forward(self, x_T_E: Tensor, rotate: Rotate, layer: int, attend: Attend, route: Route | None = None) -> Tensor:
         own = self.tensors
         y_T_X = attend(layer, *own.heads_of(self._round(rms_norm(x_T_E, own.input_norm)), rotate))
         x_T_E = add_projection(x_T_E[: len(y_T_X)], self._round(y_T_X), own.out, own.out_bias)
         normed_T_E = self._round(rms_norm(x_T_E, own.mlp_norm))
         if isinstance(own.mlp, ExpertTensors):
-            return x_T_E + own.mlp.forward(normed_T_E, layer, None, between=self._round)
+            return x_T_E + own.mlp.forward(normed_T_E, layer, route, between=self._round)
         return own.mlp.add_down(x_T_E, self._round(own.mlp.gated(normed_T_E)))
 
     def _round(self, x_T_X: Tensor) -> Tensor:
