@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrl.engines.native.cuda.kernels.shapes import Heads, Kernels, Kv, Move, Queries
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.manifest import layout
-from tests.engines import cuda_adapters, cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
+from tests.engines import cuda_adapters, cuda_experts, cuda_foreign_pages, cuda_fp8, cuda_fp8_pages
 from tests.engines.cuda_verification import verify, verify_leaves_the_targets_distribution
 from tests.support.cuda_cases import Case, cases
 from tests.support.cuda_places import Place, both, close
@@ -221,6 +221,9 @@ CHECKS: dict[str, Callable[[Place], None]] = {
         cuda_fp8_pages.fp8_attend,
         cuda_fp8_pages.fp8_attend_ignores_what_lies_behind_the_end,
         cuda_foreign_pages.attend_last_of_foreign_pages,
+        cuda_experts.expert_choice,
+        cuda_experts.expert_sorting,
+        cuda_experts.expert_products,
     )
 }
 

@@ -41,7 +41,7 @@ def reference(path: Path, family: str) -> PreTrainedModel:  # noqa: F811
     return theirs
 
 
-@pytest.fixture(params=["native", dense.VLLM])
+@pytest.fixture(params=[*dense.NATIVE, dense.VLLM])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:  # noqa: F811
     return dense.driver_for(request, path)
 

@@ -2,18 +2,22 @@
 
 import asyncio
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.config.drafter import DrafterSettings, NgramDrafter, NoDrafter
 from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.native.cpu.engine import NativeEngine
+from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.routes import Routes, RouteShape
 from asyncrl.types import Request
+from tests.engines.test_conformance import NATIVE
 from tests.support.driving import LONG, PROMPT, Answer, ask, collect, collect_all, publishing, serving, until_generated
 from tests.support.routes import routes_of, shape_of
 from tests.support.tiny_model import tiny_checkpoint
@@ -28,9 +32,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def engine(path: Path, drafter: DrafterSettings | None = None, *, routes: bool = True) -> NativeEngine:
-    """Three rows, so that some wait and rows move; prompts in several chunks."""
-    return NativeEngine(path, Settings(max_batch=3, prefill_chunk=16), drafter, name="native", routes=routes)
+class Make(NamedTuple):
+    """Engines of one kind."""
+
+    kind: str
+
+    def __call__(
+        self, path: Path, drafter: DrafterSettings | None = None, *, routes: bool = True, pages: int | None = None
+    ) -> NativeEngine | CudaEngine:
+        """Three rows, so that some wait and rows move; prompts in several chunks."""
+        settings = Settings(max_batch=3, prefill_chunk=16, max_length=256)
+        if self.kind == "native":
+            return NativeEngine(path, settings, drafter, name="native", routes=routes)
+        device = torch.device("cpu" if self.kind == "paged" else self.kind)
+        return CudaEngine(path, settings, drafter, name=self.kind, device=device, routes=routes, pages=pages)
+
+
+@pytest.fixture(params=NATIVE)
+def engine(request: pytest.FixtureRequest) -> Make:
+    return Make(request.param)
 
 
 def returned(answer: Answer, shape: RouteShape) -> Routes:
@@ -42,7 +62,9 @@ def fed(request: Request, answer: Answer) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("drafter", [NoDrafter(), NgramDrafter()], ids=["plain", "drafts"])
-def test_every_fed_token_has_the_experts_that_the_model_chooses(path: Path, drafter: DrafterSettings) -> None:
+def test_every_fed_token_has_the_experts_that_the_model_chooses(
+    engine: Make, path: Path, drafter: DrafterSettings
+) -> None:
     """Prompts that are shared, long ones that are computed in chunks, drafts that are accepted or not."""
     model, _ = load_model(path)
     prompts = [PROMPT, PROMPT, PROMPT, LONG[:45], LONG[:45], 12 * (7, 8), 12 * (7, 8)]
@@ -59,7 +81,7 @@ def test_every_fed_token_has_the_experts_that_the_model_chooses(path: Path, draf
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
 def test_a_token_has_the_route_of_the_weights_that_it_was_first_fed_with(
-    path: Path, on_update: OnUpdate, tmp_path: Path
+    engine: Make, path: Path, on_update: OnUpdate, tmp_path: Path
 ) -> None:
     tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], seed=1)
     before, after = load_model(path)[0], load_model(tmp_path)[0]
@@ -84,7 +106,7 @@ def test_a_token_has_the_route_of_the_weights_that_it_was_first_fed_with(
         assert not np.array_equal(routes[:cut], routes_of(after, tokens)[:cut])
 
 
-def test_a_completion_continued_elsewhere_gets_the_routes_that_are_missing(path: Path) -> None:
+def test_a_completion_continued_elsewhere_gets_the_routes_that_are_missing(engine: Make, path: Path) -> None:
     whole, shape = ask("whole", LONG[:30], max_tokens=20), shape_of(load_model(path)[0])
 
     async def run() -> tuple[Answer, Answer, Answer]:
@@ -107,10 +129,28 @@ def test_a_completion_continued_elsewhere_gets_the_routes_that_are_missing(path:
     assert np.array_equal(both, returned(undisturbed, shape))
 
 
-def test_none_are_returned_where_none_are_wanted_or_there_are_no_experts(path: Path, tmp_path: Path) -> None:
+def test_a_row_that_gave_up_its_pages_keeps_its_routes(path: Path) -> None:
+    """Two rows of up to four pages each, and five pages: the younger one is computed again."""
+    requests = [ask(str(i), LONG[: 40 + i], seed=i, max_tokens=150) for i in range(2)]
+    model = load_model(path)[0]
+
+    async def run() -> tuple[list[Answer], int]:
+        async with serving(Make("paged")(path, pages=5)) as serves:
+            found = await collect_all(serves, requests)
+            return found, serves.stats().prefilled_tokens
+
+    answers, prefilled = asyncio.run(run())
+    assert prefilled > 100, "some of it was computed twice"
+    for request, answer in zip(requests, answers, strict=True):
+        assert np.array_equal(returned(answer, shape_of(model)), routes_of(model, fed(request, answer)))
+
+
+def test_none_are_returned_where_none_are_wanted_or_there_are_no_experts(
+    engine: Make, path: Path, tmp_path: Path
+) -> None:
     tiny_checkpoint(tmp_path, "qwen3")
 
-    async def run(served: NativeEngine) -> Answer:
+    async def run(served: NativeEngine | CudaEngine) -> Answer:
         async with serving(served) as serves:
             return await collect(serves, ask("a"))
 

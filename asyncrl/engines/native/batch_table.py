@@ -11,7 +11,7 @@ Drafts, where there are any, wait in columns of their own. The cache of a drafti
 `head_computed`: it has gaps where nothing was drafted for a while.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from asyncrl.engines.native.sampling import (
     uniforms_at,
 )
 from asyncrl.engines.native.verification import DraftTable, Verdict
-from asyncrl.models.routes import Routes, RouteShape
 from asyncrl.types import Sampling
 
 NO_TOKEN = -1
@@ -39,9 +38,29 @@ class Ended(NamedTuple):
     stopped: list[bool]
 
 
+class RouteTable(Protocol):
+    """Routes of the computed tokens of each row."""
+
+    def place(self, row: int) -> None:
+        """A new job is in the row."""
+        ...
+
+    def move(self, last: int, row: int, length: int) -> None: ...
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of a row are those of another."""
+        ...
+
+    def save(self, row: int, begin: int, end: int) -> None:
+        """Those from `begin` to `end` will be read, though the row is computed again."""
+        ...
+
+    def read(self, row: int, begin: int, end: int) -> bytes: ...
+
+
 class BatchTable:
     def __init__(
-        self, rows: int, length: int, drafts: DraftTable | None = None, routes: RouteShape | None = None
+        self, rows: int, length: int, drafts: DraftTable | None = None, routes: RouteTable | None = None
     ) -> None:
         self.jobs: list[Job] = []
         self._max_length = length
@@ -50,9 +69,7 @@ class BatchTable:
         # Zeroed pages cost no memory before they are touched, so the widest row is reserved at once.
         self.tokens = np.zeros((rows, length + spare), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
-        self.routes: Routes | None = None
-        if routes is not None:
-            self.routes = np.zeros((rows, length + spare, len(routes.layers), routes.active), routes.dtype)
+        self.routes = routes
         self._integers = np.zeros((9, rows), np.int64)
         self.known, self.computed, self.segment, self.limit, self._top_k = self._integers[:5]
         self.head_from, self.head_computed, self._begin, self.routed = self._integers[5:]
@@ -83,6 +100,8 @@ class BatchTable:
         self.tokens[row, :length] = request.tokens
         self.known[row], self.computed[row], self.segment[row] = length, 0, length
         self.routed[row] = request.routed
+        if self.routes is not None:
+            self.routes.place(row)
         begin = self._begin[row] = length - request.resumed
         self.limit[row] = min(begin + sampling.max_tokens, self._max_length)
         self._starts[Purpose.PLAIN, row] = request.seed % 2**64
@@ -105,7 +124,7 @@ class BatchTable:
         self.tokens[row, :length] = self.tokens[last, :length]
         self.logprobs[row, :length] = self.logprobs[last, :length]
         if self.routes is not None:
-            self.routes[row, :length] = self.routes[last, :length]
+            self.routes.move(last, row, int(length))
         self._integers[:, row] = self._integers[:, last]
         self._starts[:, row] = self._starts[:, last]
         self._reals[:, row] = self._reals[:, last]
@@ -118,7 +137,7 @@ class BatchTable:
         """The first `length` positions of a row were copied from another."""
         self.computed[target] = length
         if self.routes is not None:
-            self.routes[target, :length] = self.routes[source, :length]
+            self.routes.share(source, target, length)
         self.head_from[target] = min(self.head_from[source], length)
         self.head_computed[target] = length if self.head_computed[source] >= length else 0
 
@@ -129,9 +148,18 @@ class BatchTable:
         self.segment[row] = end
         routes = b""
         if self.routes is not None and end > begin:
-            routes = self.routes[row, self.routed[row] : end - 1].tobytes()
+            routes = self.routes.read(row, int(self.routed[row]), end - 1)
             self.routed[row] = end - 1
         return self.tokens[row, begin:end], self.logprobs[row, begin:end], routes
+
+    def give_up(self, row: int, known: int) -> None:
+        """A row is computed again from the start. `known`: its tokens, with one that is being sampled. The routes of
+        those before a sampled one stay as they were."""
+        if self.routes is not None and known > self.segment[row]:
+            self.routes.save(row, int(self.routed[row]), min(known - 1, int(self.computed[row])))
+        self.computed[row] = self.head_computed[row] = 0
+        if self.drafts is not None:
+            self.drafts.count[row] = 0
 
     def uniforms_of(self, purpose: Purpose, positions_N_W: Column) -> Column:
         """Random numbers for tokens of the live rows at any positions."""

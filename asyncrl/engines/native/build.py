@@ -53,5 +53,13 @@ def build_native(
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
     return CudaEngine(
-        model_path, settings, drafter, name=name, dtype=dtype, numerics=found, chooser=chooser, adapted=adapted
+        model_path,
+        settings,
+        drafter,
+        name=name,
+        dtype=dtype,
+        numerics=found,
+        chooser=chooser,
+        adapted=adapted,
+        routes=routes,
     )

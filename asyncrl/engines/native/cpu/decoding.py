@@ -13,7 +13,7 @@ from asyncrl.engines.native.batch_table import BatchTable, Ended
 from asyncrl.engines.native.cpu.cache import KvCache
 from asyncrl.engines.native.cpu.hidden_capture import Capture, watch
 from asyncrl.engines.native.cpu.layout import decoding_tensors, store_by_columns
-from asyncrl.engines.native.cpu.routes import RouteRecorder
+from asyncrl.engines.native.cpu.routes import HostRoutes, RouteRecorder
 from asyncrl.engines.native.cpu.scheduler import Step
 from asyncrl.engines.native.sampling import Column, Purpose, sample
 from asyncrl.engines.native.weight_loading import Receiver, load_adapters, load_published, not_in_fp8
@@ -97,6 +97,7 @@ class Decoding(NamedTuple):
     cache: KvCache
     slots: BatchTable
     tap: RolloutTap | None = None
+    routes: HostRoutes | None = None
 
     def plain(self, step: Step) -> Outcome:
         """Every row that catches up gets one token."""
@@ -116,7 +117,7 @@ class Decoding(NamedTuple):
         if found is not None:
             wanted = found.tap.layers
         taps = Taps(wanted) if wanted else None
-        routes = None if self.slots.routes is None else RouteRecorder(self.slots.routes.shape[-1])
+        routes = None if self.routes is None else RouteRecorder(self.routes)
         all_chunks = wanted == () or found is not None or routes is not None
         attend = self.cache.attend(step.layout._replace(all_chunks=all_chunks))
         tokens_T, positions_T = torch.from_numpy(step.tokens_T), torch.from_numpy(step.positions_T)
@@ -126,7 +127,7 @@ class Decoding(NamedTuple):
     def give(self, step: Step, states: States, path_N_W: Column | None = None) -> None:
         """To the table its routes, and to the drafter what a recorded step has computed of tapped answers."""
         if states.routes is not None:
-            states.routes.keep(self.slots, step, path_N_W)
+            states.routes.keep(step, path_N_W)
         if states.watch is not None:
             found = states.watch.stretches(self.slots, step, path_N_W)
             place = torch.from_numpy(np.concatenate([stretch.place for stretch in found]))

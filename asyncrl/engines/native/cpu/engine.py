@@ -21,6 +21,7 @@ from asyncrl.engines.native.cpu.cache import KvCache
 from asyncrl.engines.native.cpu.decoding import Decoding, Policy
 from asyncrl.engines.native.cpu.draft_heads import HeadSource, build_source
 from asyncrl.engines.native.cpu.fp8 import Fp8KvCache, Fp8Policy
+from asyncrl.engines.native.cpu.routes import HostRoutes
 from asyncrl.engines.native.cpu.scheduler import Scheduler
 from asyncrl.engines.native.cpu.speculator import Speculator
 from asyncrl.engines.native.rows import RowEngine
@@ -82,11 +83,12 @@ class NativeEngine(RowEngine):
         else:
             drafts, source = DraftTable(rows, spare), build_source(drafter.drafting, policy, settings)
             self._head = source if isinstance(source, HeadSource) else None
-        routes = RouteShape.of(policy.config) if self._returns_routes else None
+        shape = RouteShape.of(policy.config) if self._returns_routes else None
+        routes = None if shape is None else HostRoutes(shape, rows, length + 2)
         slots = BatchTable(rows, settings.max_length, drafts, routes)
         self._serve_model(policy.config.vocabulary, slots)
         caches = [cache] if self._head is None else [cache, self._head.cache]
-        self._decoding = Decoding(policy, cache, slots, self._tap)
+        self._decoding = Decoding(policy, cache, slots, self._tap, routes)
         self._scheduler = Scheduler(slots, caches, self._waiting, rows, settings.prefill_chunk)
         self._speculator = None
         if drafts is not None and source is not None:

@@ -53,7 +53,7 @@ class Decoding:
         self._buckets = buckets(sizes.rows)
         self._coarse = [*(1 << power for power in range((sizes.rows - 1).bit_length())), sizes.rows]
         self._tiles = tile_counts(sizes.tiles)
-        self._all_final = drafting is not None and drafting.taps() is None
+        self._all_final = memory.routes_X_S_L_C is not None or (drafting is not None and drafting.taps() is None)
         tokens = sizes.rows * sizes.width + (sizes.tiles * sizes.tile if self._all_final else 0)
         self._settings_on_device: tuple[RowSettings, RowSettings | None] | None = None
         self._hidden_T_E = model.embedding_V_E.new_zeros(tokens, model.embedding_V_E.shape[1])
@@ -110,7 +110,8 @@ class Decoding:
         hidden_T_E = self._hidden_T_E[: sum(map(len, tokens)) if self._all_final else count]
         taps = self.drafting.taps() if self.drafting is not None else None
         given = tokens, queries, self._board.ahead_W_B.view(-1), self.memory.layers
-        self.model.forward(*given, hidden_T_E, taps, self.graphs.timeline.pass_middle)
+        routes = self.memory.routes_X_S_L_C
+        self.model.forward(*given, hidden_T_E, taps, self.graphs.timeline.pass_middle, routes)
         if count:
             self._sample(shape, self.model.logits(hidden_T_E[:count]))
         if self.drafting is not None:

@@ -36,6 +36,7 @@ from asyncrl.engines.native.cuda.kernels.shapes import Kernels
 from asyncrl.engines.native.cuda.memory import KvMemory, page_bytes
 from asyncrl.engines.native.cuda.pages import PAGE, PageTable, pages_of
 from asyncrl.engines.native.cuda.planner import Planner
+from asyncrl.engines.native.cuda.routes import RoutePages
 from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_depths
 from asyncrl.engines.native.cuda.timeline import Mark, Timeline
 from asyncrl.engines.native.rows import RowEngine
@@ -46,6 +47,7 @@ from asyncrl.engines.native.weight_loading import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
+from asyncrl.models.routes import RouteShape
 from asyncrl.types import WeightAck, WeightManifest
 
 log = logging.getLogger(__name__)
@@ -69,12 +71,13 @@ class CudaEngine(RowEngine):
         pages: int | None = None,
         chooser: Chooser | None = None,
         adapted: Sequence[str] = (),
+        routes: bool = False,
     ) -> None:
         """`pages` of keys and values; None: as many as `settings.memory` leaves room for. `adapted`: projections of
-        which adapters are published; their base is kept."""
+        which adapters are published; their base is kept. `routes`: return them, if the model has experts."""
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
         self._model_path, self._dtype, self._numerics, self._pages = model_path, dtype, numerics, pages
-        self._adapted = adapted
+        self._adapted, self._returns_routes = adapted, routes
         self._device = device or torch.device("cuda")
         self._kernels = kernels or kernels_of(self._device)
         self._depths = chain_depths(self._drafter)
@@ -172,9 +175,10 @@ class CudaEngine(RowEngine):
                 head = build_head(drafter.head, config).requires_grad_(False).to(device, self._dtype)
                 drafting = Drafting(head, cuda_model, sizes, inputs, board, timeline)
             kind = {"fp8": numerics is not None and numerics.kv, "head": drafting is not None}
-            page = page_bytes(config, self._dtype, **kind)
+            routes = RouteShape.of(config) if self._returns_routes else None
+            page = page_bytes(config, self._dtype, **kind, routes=routes)
             pages = self._pages or weights.page_count(config, settings, device, page, width)
-            memory = KvMemory(cuda_model, pages, **kind)
+            memory = KvMemory(cuda_model, pages, **kind, routes=routes)
             if fp8 is not None and kind["fp8"]:
                 memory.rescale(fp8.own_scales())
             self._decoding = Decoding(cuda_model, memory, sizes, inputs, board, graphs, drafting)
@@ -191,11 +195,13 @@ class CudaEngine(RowEngine):
         """The host's side."""
         rows, length, decoding = sizes.rows, self.settings.max_length, self._decoding
         drafts = DraftTable(rows, sizes.width - 1) if self._depths else None
-        self._serve_model(vocabulary, BatchTable(rows, length, drafts))
+        table, written = PageTable(rows, length, pages), decoding.memory.routes_X_S_L_C
+        routes = None if written is None else RoutePages(written, table, self._timeline)
+        self._serve_model(vocabulary, BatchTable(rows, length, drafts, routes))
         self._speculation = None
         if drafts is not None:
             self._speculation = Speculation(self._drafter, self._slots, drafts, self._tally)
-        table, move = PageTable(rows, length, pages), self._move_row if decoding.drafting is not None else None
+        move = self._move_row if decoding.drafting is not None else None
         self._planner = Planner(
             self._slots, table, self._waiting, decoding.copy_pages, tiles=sizes.tiles, tile=sizes.tile, move=move
         )

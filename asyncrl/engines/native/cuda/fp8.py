@@ -286,7 +286,7 @@ class Fp8Serving:
                 named = self._weights.fused(layer, find, dtype)
                 norm_E = named["input_norm"]
                 assert isinstance(norm_E, Tensor)
-                yield norm_E, Block.of(named)
+                yield norm_E, Block.of(named, self._model.config.experts_of(layer))
 
         return find("model.embed_tokens.weight").to(dtype), layers()
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from asyncrl.engines.native.cuda.kernels.shapes import Kv
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import PAGE, Copy
+from asyncrl.engines.native.cuda.routes import new_route_pages
 from asyncrl.models.config import ModelConfig
+from asyncrl.models.routes import RouteShape
 from asyncrl.precision.kv_scales import LayerScales
 from asyncrl.precision.quantizer import E4M3, to_e4m3
 
@@ -25,14 +27,18 @@ COPIED_BYTES = 1 << 27
 
 
 class KvMemory:
-    def __init__(self, model: CudaModel, pages: int, *, fp8: bool, head: bool) -> None:
-        """`head`: with a layer more for a drafting head, which is never in FP8."""
+    def __init__(
+        self, model: CudaModel, pages: int, *, fp8: bool, head: bool, routes: RouteShape | None = None
+    ) -> None:
+        """`head`: with a layer more for a drafting head, which is never in FP8. `routes`: with those of each token."""
         count = len(model.blocks)
         self._pages = model.new_pages(pages, PAGE, count, E4M3 if fp8 else None)
         self._head_pages = model.new_pages(pages, PAGE, int(head))
+        self.routes_X_S_L_C = None if routes is None else new_route_pages(routes, pages, self._pages.device)
+        beside = [] if self.routes_X_S_L_C is None else [self.routes_X_S_L_C[None, None]]
         self._words = [
             (each.flatten(3).view(torch.int64), max(1, COPIED_BYTES * pages // each.nbytes))
-            for each in (self._pages, self._head_pages)
+            for each in (self._pages, self._head_pages, *beside)
             if len(each)
         ]
         """Pages as integers, because not every kernel knows FP8, and how many are copied together."""
@@ -71,10 +77,12 @@ class KvMemory:
         self._scales_L_2.copy_(torch.tensor(new))
 
 
-def page_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: bool, head: bool) -> int:
+def page_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, fp8: bool, head: bool, routes: RouteShape | None = None
+) -> int:
     """Of a page in all layers."""
     size = config.layers * (E4M3 if fp8 else dtype).itemsize + head * dtype.itemsize
-    return 2 * config.kv_heads * config.head_dim * PAGE * size
+    return PAGE * (2 * config.kv_heads * config.head_dim * size + (0 if routes is None else routes.token_bytes))
 
 
 def power_of_two(scale: float) -> float:

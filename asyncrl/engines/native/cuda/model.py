@@ -8,12 +8,14 @@ D head dimension, L positions, C = D/2, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.native.cuda.kernels.shapes import Codes, Fp8Matrix, Heads, Kernels, Kv, Queries
+from asyncrl.engines.native.cuda.kernels.shapes import Codes, Fp8Matrix, Heads, Kernels, Kv, Queries, SortedRows
+from asyncrl.models.config import Experts
 from asyncrl.models.decoder import Decoder, Taps
 
 Matrix = Tensor | Fp8Matrix
@@ -21,6 +23,8 @@ Matrix = Tensor | Fp8Matrix
 Input = Tensor | Codes
 """What a matrix is multiplied with: in FP8, what was quantized for it."""
 Named = Mapping[str, Tensor | Fp8Matrix]
+Record = Callable[[Tensor], None]
+"""(chosen_T_C)."""
 
 
 class Block(NamedTuple):
@@ -32,13 +36,10 @@ class Block(NamedTuple):
     out: Matrix
     out_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Matrix
-    gate_up_bias: Tensor | None
-    down: Matrix
-    down_bias: Tensor | None
+    mlp: "Gated | Mixture"
 
     @classmethod
-    def of(cls, named: Named) -> "Block":
+    def of(cls, named: Named, experts: Experts | None = None) -> "Block":
         """From a layer's or a head's parameters by their names."""
         norms = _optional(named, "qk_norm"), _optional(named, "mlp_norm")
         assert norms[1] is not None
@@ -47,9 +48,33 @@ class Block(NamedTuple):
             norms[0],
             *_linear(named, "o_proj"),
             norms[1],
-            *_linear(named, "gate_up_proj"),
-            *_linear(named, "down_proj"),
+            Gated(*_linear(named, "gate_up_proj"), *_linear(named, "down_proj"))
+            if experts is None
+            else Mixture.of(named, experts),
         )
+
+
+class Gated(NamedTuple):
+    up: Matrix
+    """Gate and up."""
+    up_bias: Tensor | None
+    down: Matrix
+    down_bias: Tensor | None
+
+
+class Mixture(NamedTuple):
+    """Of experts; their matrices lie one below the other, outputs by inputs."""
+
+    router_E_X: Tensor
+    up: Matrix
+    down: Matrix
+    config: Experts
+
+    @classmethod
+    def of(cls, named: Named, experts: Experts) -> "Mixture":
+        router = named["experts.router"]
+        assert isinstance(router, Tensor)
+        return cls(router.t(), named["experts.gate_up"], named["experts.down"], experts)
 
 
 class CudaModel:
@@ -63,13 +88,17 @@ class CudaModel:
         power_of_two: bool = False,
     ) -> None:
         """`in_fp8`: of each layer, the matrices that take the place of parameters."""
-        config, self.kernels, self._power_of_two = model.config, kernels, power_of_two
+        self.config, self.kernels, self._power_of_two = model.config, kernels, power_of_two
+        config = model.config
         self.heads, self._eps = Heads(config.heads, config.kv_heads, config.head_dim), config.norm_eps
         self.embedding_V_E = model.embed_tokens.weight.detach()
         self.head_E_V = model.output_matrix.detach().t()
         layers = [{name: each.detach() for name, each in layer.named_parameters()} for layer in model.blocks()]
         replaced = in_fp8 or [{}] * len(layers)
-        self.blocks = [Block.of({**layer, **fp8}) for layer, fp8 in zip(layers, replaced, strict=True)]
+        self.blocks = [
+            Block.of({**layer, **fp8}, config.experts_of(index))
+            for index, (layer, fp8) in enumerate(zip(layers, replaced, strict=True))
+        ]
         self.middle = len(self.blocks) // 2
         self.input_norms = [layer["input_norm"] for layer in layers]
         self._norm_E = model.norm.detach()
@@ -91,11 +120,14 @@ class CudaModel:
         out_T_E: Tensor,
         taps: Taps | None = None,
         pass_middle: Callable[[], None] | None = None,
+        routes_X_S_L_C: Tensor | None = None,
     ) -> None:
         """Final hidden states of all queries, of the first, or of none: as many as `out_T_E` has room for.
 
-        `pass_middle` is called between the layers before `middle` and the others.
+        `pass_middle` is called between the layers before `middle` and the others. Experts that are chosen are written
+        into `routes`; there are those of all queries only if the final hidden states are.
         """
+        written = 0
         x_T_E = self.embedded(tokens, sampled)
         final = queries if out_T_E.shape[0] == x_T_E.shape[0] else queries[: min(1, out_T_E.shape[0])]
         for index, (block, held) in enumerate(zip(self.blocks, kv, strict=True)):
@@ -107,7 +139,11 @@ class CudaModel:
             if not wanted:  # all that is left of the last layer
                 self.store(block, self.normed_for(block.qkv, x_T_E, self.input_norms[index]), queries, held)
                 return
-            x_T_E = self.layer(self.input_norms[index], block, x_T_E, queries, wanted, held)
+            record = None
+            if routes_X_S_L_C is not None and isinstance(block.mlp, Mixture):
+                record = partial(self._record, routes_X_S_L_C[:, :, written], wanted)
+                written += 1
+            x_T_E = self.layer(self.input_norms[index], block, x_T_E, queries, wanted, held, record)
         self.kernels.rms_norm(x_T_E, self._norm_E, self._eps, out_T_E)
 
     def layer(
@@ -118,24 +154,55 @@ class CudaModel:
         queries: Sequence[Queries],
         wanted: Sequence[Queries],
         kv: Kv,
+        record: Record | None = None,
     ) -> Tensor:
         y_T_X = self.attention(block, self.normed_for(block.qkv, x_T_E, norm_E), queries, wanted, kv)
-        return self.after_attention(block, x_T_E[: y_T_X.shape[0]], y_T_X)
+        return self.after_attention(block, x_T_E[: y_T_X.shape[0]], y_T_X, record)
 
-    def after_attention(self, block: Block, x_T_E: Tensor, y_T_X: Tensor) -> Tensor:
-        """The rest of a layer; the residual stream is changed in place."""
+    def after_attention(self, block: Block, x_T_E: Tensor, y_T_X: Tensor, record: Record | None = None) -> Tensor:
+        """The rest of a layer; the residual stream is changed in place. `record` gets the experts of each token."""
         self._add_product(x_T_E, self._quantized_for(block.out, y_T_X), block.out, block.out_bias)
-        normed = self.normed_for(block.gate_up, x_T_E, block.mlp_norm)
-        gate_up_T_X = self._product(normed, block.gate_up, block.gate_up_bias)
-        tokens, width = gate_up_T_X.shape[0], gate_up_T_X.shape[1] // 2
-        if isinstance(block.down, Fp8Matrix):
-            y = Codes.empty(tokens, width, x_T_E.device)
-            self.kernels.gated_quantized(gate_up_T_X, y, self._power_of_two)
-        else:
-            y = gate_up_T_X.new_empty(tokens, width)
-            self.kernels.gated(gate_up_T_X, y)
-        self._add_product(x_T_E, y, block.down, block.down_bias)
+        if isinstance(block.mlp, Mixture):
+            self._add_experts(x_T_E, block.mlp, block.mlp_norm, record)
+            return x_T_E
+        mlp = block.mlp
+        normed = self.normed_for(mlp.up, x_T_E, block.mlp_norm)
+        y = self._gated_for(mlp.down, self._product(normed, mlp.up, mlp.up_bias))
+        self._add_product(x_T_E, y, mlp.down, mlp.down_bias)
         return x_T_E
+
+    def _add_experts(self, x_T_E: Tensor, mlp: Mixture, norm_E: Tensor, record: Record | None) -> None:
+        """In place. Scores are of what is not quantized, and in fp32, as the trainer's are."""
+        tokens, active, count = x_T_E.shape[0], mlp.config.active, mlp.config.count
+        normed_T_E = self.normed(x_T_E, norm_E)
+        chosen_T_C = torch.empty(tokens, active, dtype=torch.int32, device=x_T_E.device)
+        weight_T_C = torch.empty(tokens, active, device=x_T_E.device)
+        logits_T_X = fp32_logits(normed_T_E, mlp.router_E_X)
+        self.kernels.choose(logits_T_X, mlp.config.renormalized, chosen_T_C, weight_T_C)
+        if record is not None:
+            record(chosen_T_C)
+        rows = SortedRows.empty(tokens, active, count, x_T_E.device)
+        self.kernels.sort(chosen_T_C, count, rows)
+        up_P_X = x_T_E.new_empty(rows.row_P.shape[0], 2 * mlp.config.width)
+        self.kernels.expert_product(self._quantized_for(mlp.up, normed_T_E), mlp.up, rows, up_P_X, first=True)
+        y_R_E = x_T_E.new_empty(rows.rows, x_T_E.shape[1])
+        self.kernels.expert_product(self._gated_for(mlp.down, up_P_X), mlp.down, rows, y_R_E, first=False)
+        self.kernels.add_weighted(y_R_E, weight_T_C, x_T_E)
+
+    def _record(self, routes_X_S_C: Tensor, queries: Sequence[Queries], chosen_T_C: Tensor) -> None:
+        for part, chosen in zip(queries, chosen_T_C.split([part.tokens for part in queries]), strict=True):
+            self.kernels.store_routes(chosen, routes_X_S_C, part)
+
+    def _gated_for(self, down: Matrix, gate_up_T_X: Tensor) -> Input:
+        """silu(gate) * up, as the matrix behind it wants it."""
+        tokens, width = gate_up_T_X.shape[0], gate_up_T_X.shape[1] // 2
+        if isinstance(down, Fp8Matrix):
+            codes = Codes.empty(tokens, width, gate_up_T_X.device)
+            self.kernels.gated_quantized(gate_up_T_X, codes, self._power_of_two)
+            return codes
+        y_T_F = gate_up_T_X.new_empty(tokens, width)
+        self.kernels.gated(gate_up_T_X, y_T_F)
+        return y_T_F
 
     def logits(self, hidden_T_E: Tensor) -> Tensor:
         return fp32_logits(hidden_T_E, self.head_E_V)

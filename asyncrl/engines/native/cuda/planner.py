@@ -280,9 +280,7 @@ class Planner:
 
     def _evict(self, job: Job) -> None:
         """Its tokens stay; keys and values are computed again."""
+        self._slots.give_up(job.row, self._end(job.row))
         self._pages.release(job.row)
-        self._slots.computed[job.row] = self._slots.head_computed[job.row] = 0
-        if self._slots.drafts is not None:
-            self._slots.drafts.count[job.row] = 0
         lagging = {job, *(other for other in self._lagging if other.row >= 0)}  # some may have ended meanwhile
         self._lagging = sorted(lagging, key=self._ages.__getitem__)

@@ -33,6 +33,12 @@ class Timeline:
             self._middle.record()
 
     @contextmanager
+    def beside(self) -> Generator[None]:
+        """Without gradients, and not behind the running step: for what earlier ones have left."""
+        with torch.inference_mode(), torch.cuda.stream(self._beside):
+            yield
+
+    @contextmanager
     def behind_middle(self) -> Generator[None]:
         """Beside the second half of the step that was launched last. What is launched next comes behind both."""
         if self.stream is None or self._beside is None or self._middle is None:

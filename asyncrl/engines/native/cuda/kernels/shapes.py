@@ -1,7 +1,7 @@
 """What kernels are told, and which ones there are: in Triton for a GPU (`triton_kernels`), in torch for a CPU."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,34 @@ class Fp8Matrix(NamedTuple):
     """Blocks are 128 outputs high throughout."""
 
 
+class SortedRows(NamedTuple):
+    """Rows, a token once for each of its experts, by expert. A tile has rows of one expert."""
+
+    tile: int
+    active: int
+    """Experts of a token: row `r` is of token r // active."""
+    rows: int
+    row_P: Tensor
+    """The row in each place; `rows`: there is none. Places of tiles without an expert are not filled in."""
+    expert_B: Tensor
+    """Of each tile; -1: there is none."""
+
+    @classmethod
+    def empty(cls, tokens: int, active: int, experts: int, device: torch.device) -> "SortedRows":
+        """Room for any choice. Tiles are as high as experts have rows on average, so that few are read twice."""
+        rows = tokens * active
+        tile = next((size for size in (16, 32, 64) if rows <= size * experts), 128)
+        used = min(rows, experts)
+        tiles = used + (rows - used) // tile
+        return cls(
+            tile,
+            active,
+            rows,
+            torch.empty(tiles * tile, dtype=torch.int32, device=device),
+            torch.empty(tiles, dtype=torch.int32, device=device),
+        )
+
+
 class Proposals(NamedTuple):
     """What drafts were drawn from: by their place in the draft (C), and by the row they were drafted in (B)."""
 
@@ -158,6 +186,18 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
+class ExpertProduct(Protocol):
+    def __call__(
+        self, x: Tensor | Codes, matrix: Tensor | Fp8Matrix, rows: SortedRows, out_X_O: Tensor, *, first: bool
+    ) -> None:
+        """Each row with the matrix of its expert; `matrix` has those of all, one below the other, outputs by inputs.
+
+        The first product of a layer takes its inputs by tokens and leaves its outputs by places of `rows`; the second
+        takes them by places and leaves them by rows.
+        """
+        ...
+
+
 class Kernels(NamedTuple):
     """Axis suffixes: T tokens, N rows, E hidden size, F width of the gated layer, X all heads side by side, or pages,
     or rows times columns, K key/value heads, S tokens of a page, D head dimension, L positions, C = D/2, V vocabulary.
@@ -190,6 +230,15 @@ class Kernels(NamedTuple):
     fp8_product: Callable[[Codes, Fp8Matrix, Tensor | None, Tensor | None, Tensor], None]
     """(codes, matrix, bias_O, addend_T_O, out_T_O): each block of 128 inputs is scaled as it is added, in fp32. The
     addend may be `out` itself."""
+    choose: Callable[[Tensor, bool, Tensor, Tensor], None]
+    """(logits_T_X, renormalized, chosen_T_C, weight_T_C): the likeliest experts of each token, and what each counts."""
+    store_routes: Callable[[Tensor, Tensor, Queries], None]
+    """(chosen_T_C, routes_X_S_C, queries): where keys are, into pages of one layer."""
+    sort: Callable[[Tensor, int, SortedRows], None]
+    """(chosen_T_C, experts, rows)."""
+    expert_product: "ExpertProduct"
+    add_weighted: Callable[[Tensor, Tensor, Tensor], None]
+    """(y_R_E, weight_T_C, x_T_E): what the experts of a token answer is added to it, in place."""
     mover: Callable[[Sequence[Move]], Callable[[Flat], None]]
     """What makes these moves out of any publication of these tensors, each time that it is called."""
     merger: Callable[[Sequence[Merge]], Callable[[Flat], None]]

@@ -1,6 +1,6 @@
 """The kernels in plain torch: what those in Triton are compared with, and what runs where there is no GPU.
 
-In the order of `Kernels`: a step from embedding to sampling, then what FP8 adds.
+In the order of `Kernels`: a step from embedding to sampling, then what FP8 and experts add.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from asyncrl.engines.native.cuda.kernels.shapes import (
     Move,
     Proposals,
     Queries,
+    SortedRows,
 )
 from asyncrl.models import lora
 from asyncrl.precision.quantizer import SIDE, WEIGHT_BLOCK, activation_codes, quantize_unchecked, to_e4m3
@@ -205,18 +206,74 @@ class Quantizing(NamedTuple):
 def fp8_product(
     codes: Codes, matrix: Fp8Matrix, bias_O: Tensor | None, addend_T_O: Tensor | None, out_T_O: Tensor
 ) -> None:
-    inputs = codes.values_T_I.shape[1]
-    x_T_I = codes.values_T_I.float() * codes.scales_B_T.t().repeat_interleave(SIDE, 1)[:, :inputs]
-    scales_O_I = matrix.scales_X_B[matrix.block_O.long()].repeat_interleave(SIDE, 1)[:, :inputs]
-    total_T_O = x_T_I @ (matrix.values_O_I.float() * scales_O_I).t()
+    total_T_O = _numbers(codes) @ _matrix_numbers(matrix).t()
     for more in (bias_O, addend_T_O):
         if more is not None:
             total_T_O += more.float()
     out_T_O.copy_(total_T_O)
 
 
+def _numbers(codes: Codes) -> Tensor:
+    inputs = codes.values_T_I.shape[1]
+    return codes.values_T_I.float() * codes.scales_B_T.t().repeat_interleave(SIDE, 1)[:, :inputs]
+
+
+def _matrix_numbers(matrix: Fp8Matrix) -> Tensor:
+    inputs = matrix.values_O_I.shape[1]
+    return matrix.values_O_I.float() * matrix.scales_X_B[matrix.block_O.long()].repeat_interleave(SIDE, 1)[:, :inputs]
+
+
+def choose(logits_T_X: Tensor, renormalized: bool, chosen_T_C: Tensor, weight_T_C: Tensor) -> None:
+    weight, chosen = logits_T_X.softmax(-1).topk(chosen_T_C.shape[1], dim=-1)
+    chosen_T_C.copy_(chosen)
+    weight_T_C.copy_(weight / weight.sum(-1, keepdim=True) if renormalized else weight)
+
+
+def store_routes(chosen_T_C: Tensor, routes_X_S_C: Tensor, queries: Queries) -> None:
+    position_T, real_T = _positions(queries)
+    row_T, place_T = queries.row_G.repeat_interleave(queries.width)[real_T], position_T[real_T]
+    size = routes_X_S_C.shape[1]
+    page_T = queries.table_N_P[row_T, place_T // size]
+    routes_X_S_C[page_T, place_T % size] = chosen_T_C[real_T].to(routes_X_S_C.dtype)
+
+
+def sort(chosen_T_C: Tensor, experts: int, rows: SortedRows) -> None:
+    rows.expert_B.fill_(-1)
+    rows.row_P.fill_(rows.rows)
+    tile = 0
+    for expert in range(experts):
+        own = (chosen_T_C.flatten() == expert).nonzero().flatten()
+        rows.row_P[tile * rows.tile : tile * rows.tile + len(own)] = own.int()
+        tiles = -(-len(own) // rows.tile)
+        rows.expert_B[tile : tile + tiles] = expert
+        tile += tiles
+
+
+def expert_product(
+    x: Tensor | Codes, matrix: Tensor | Fp8Matrix, rows: SortedRows, out_X_O: Tensor, *, first: bool
+) -> None:
+    outputs = out_X_O.shape[1]
+    x_T_I = _numbers(x) if isinstance(x, Codes) else x
+    weight_O_I = _matrix_numbers(matrix) if isinstance(matrix, Fp8Matrix) else matrix
+    for tile, expert in enumerate(rows.expert_B.tolist()):
+        if expert < 0:
+            continue
+        places = torch.arange(tile * rows.tile, (tile + 1) * rows.tile, device=x_T_I.device)
+        row = rows.row_P[places].long()
+        places, row = places[row < rows.rows], row[row < rows.rows]
+        source, target = (row // rows.active, places) if first else (places, row)
+        product = x_T_I[source] @ weight_O_I[expert * outputs : (expert + 1) * outputs].t()
+        out_X_O[target] = product.to(out_X_O.dtype)
+
+
+def add_weighted(y_R_E: Tensor, weight_T_C: Tensor, x_T_E: Tensor) -> None:
+    y_T_C_E = y_R_E.view(*weight_T_C.shape, -1).float()
+    x_T_E.copy_(x_T_E.float() + (y_T_C_E * weight_T_C[..., None]).sum(1))
+
+
 _quantizing = Quantizing(rms_norm, gated)
 KERNELS = Kernels(
     *(embed, rms_norm, gated, rotate_and_store, attend, sample, verify),
-    *(quantize, _quantizing.rms_norm, _quantizing.gated, fp8_product, mover, merger),
+    *(quantize, _quantizing.rms_norm, _quantizing.gated, fp8_product),
+    *(choose, store_routes, sort, expert_product, add_weighted, mover, merger),
 )
