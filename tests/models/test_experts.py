@@ -154,7 +154,7 @@ def test_more_active_experts_than_there_are_is_refused() -> None:
             "set rollout.precision=bf16 engine.quantization=none",
         ),
         (["engine=vllm", "engine.quantization=fp8"], "set rollout.precision=fp32 engine.quantization=none"),
-        (["engine.device=cuda"], "there are no kernels for experts on a GPU yet; set engine.device=cpu"),
+        (["engine.device=cuda"], "kernels for experts have not run on a GPU yet; set engine.device=cpu"),
         (["trainer.lora.rank=4"], "experts have no adapters; set trainer.lora.targets="),
         (
             ["engine=vllm", "rollout.router_replay=on"],
