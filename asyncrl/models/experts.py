@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 Route = Callable[[int, Tensor], Tensor]
 """(layer, scores_T_X) -> chosen_T_C: the experts of each token."""
-Between = Callable[[Tensor], Tensor]
-"""What becomes of the gated products before they are projected back."""
+Rounding = Callable[[Tensor], Tensor]
+"""What becomes of the inputs of an expert's matrices, in FP8."""
 
 
 class ExpertTensors(NamedTuple):
@@ -34,14 +34,14 @@ class ExpertTensors(NamedTuple):
     active: int
     renormalized: bool
 
-    def forward(self, x_T_E: Tensor, layer: int, route: Route | None, between: Between | None = None) -> Tensor:
-        """`x_T_E` is normalised."""
+    def forward(self, x_T_E: Tensor, layer: int, route: Route | None, rounding: Rounding | None = None) -> Tensor:
+        """`x_T_E` is normalised. Scores are of what is not rounded."""
         scores_T_X = self.scores(x_T_E)
         chosen_T_C = self.best(scores_T_X) if route is None else route(layer, scores_T_X)
         weight_T_C = scores_T_X.gather(1, chosen_T_C)
         if self.renormalized:
             weight_T_C = weight_T_C / weight_T_C.sum(1, keepdim=True)
-        y_T_C_E = self._answers(x_T_E, chosen_T_C, between)
+        y_T_C_E = self._answers(x_T_E if rounding is None else rounding(x_T_E), chosen_T_C, rounding)
         return (y_T_C_E * weight_T_C.to(y_T_C_E.dtype)[..., None]).sum(1)
 
     def scores(self, x_T_E: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class ExpertTensors(NamedTuple):
     def best(self, scores_T_X: Tensor) -> Tensor:
         return scores_T_X.topk(self.active, dim=-1).indices
 
-    def _answers(self, x_T_E: Tensor, chosen_T_C: Tensor, between: Between | None) -> Tensor:
+    def _answers(self, x_T_E: Tensor, chosen_T_C: Tensor, rounding: Rounding | None) -> Tensor:
         """Of each chosen expert. Rows go back to their tokens by their places, not by adding up in any order, so that
         the same batch gives the same sums."""
         tokens, chosen = chosen_T_C.shape
@@ -64,5 +64,5 @@ class ExpertTensors(NamedTuple):
             if len(rows_E):
                 gate_F, up_F = (rows_E @ self.gate_up_X_E_F[expert]).chunk(2, dim=-1)
                 y_F = F.silu(gate_F) * up_F
-                found.append((y_F if between is None else between(y_F)) @ self.down_X_F_E[expert])
+                found.append((y_F if rounding is None else rounding(y_F)) @ self.down_X_F_E[expert])
         return torch.cat(found)[order_R.argsort()].view(tokens, chosen, -1)

@@ -199,14 +199,14 @@ def test_adapters_on_attention_are_allowed() -> None:
     assert not [problem for problem in problems(run) if "lora" in problem]
 
 
-def test_products_may_be_rounded_before_they_are_projected_back() -> None:
+def test_inputs_of_an_experts_matrices_may_be_rounded() -> None:
     """As FP8 does; one expert, so that the sum is its answer alone."""
     x_T_E, router_E_X = torch.randn(5, 4), torch.zeros(4, 1)
     gate_up_X_E_F, down_X_F_E = torch.randn(1, 4, 6), torch.randn(1, 3, 4)
     experts = ExpertTensors(router_E_X, gate_up_X_E_F, down_X_F_E, active=1, renormalized=True)
-    gate_T_F, up_T_F = (x_T_E @ gate_up_X_E_F[0]).chunk(2, dim=-1)
+    gate_T_F, up_T_F = (torch.round(x_T_E) @ gate_up_X_E_F[0]).chunk(2, dim=-1)
     wanted_T_E = torch.round(torch.nn.functional.silu(gate_T_F) * up_T_F) @ down_X_F_E[0]
-    torch.testing.assert_close(experts.forward(x_T_E, 0, None, between=torch.round), wanted_T_E)
+    torch.testing.assert_close(experts.forward(x_T_E, 0, None, torch.round), wanted_T_E)
 
 
 def test_more_active_experts_than_are_made_is_refused() -> None:

@@ -68,10 +68,20 @@ def answers(made: Any) -> list[Answer]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("options", [{}, {"power_of_two": True}, {"keep_first": 1}, {"keep_last": 1}], ids=str)
-def test_projections_are_those_of_the_simulation(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"power_of_two": True}),
+        ("qwen3", {"keep_first": 1}),
+        ("qwen3", {"keep_last": 1}),
+        ("qwen3_moe", {}),
+    ],
+    ids=str,
+)
+def test_projections_are_those_of_the_simulation(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Widths that are no multiples of 128."""
-    tiny_checkpoint(tmp_path, intermediate_size=136)
+    tiny_checkpoint(tmp_path, family, intermediate_size=136)
     simulation = answers(simulated(tmp_path, "fp8", **options))
     for one, other in zip(answers(engine(tmp_path, "fp8", **options)), simulation, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()

@@ -114,10 +114,10 @@ class RoundingLayer(NamedTuple):
         own = self.tensors
         y_T_X = attend(layer, *own.heads_of(self._round(rms_norm(x_T_E, own.input_norm)), rotate))
         x_T_E = add_projection(x_T_E[: len(y_T_X)], self._round(y_T_X), own.out, own.out_bias)
-        normed_T_E = self._round(rms_norm(x_T_E, own.mlp_norm))
+        normed_T_E = rms_norm(x_T_E, own.mlp_norm)
         if isinstance(own.mlp, ExpertTensors):
-            return x_T_E + own.mlp.forward(normed_T_E, layer, route, between=self._round)
-        return own.mlp.add_down(x_T_E, self._round(own.mlp.gated(normed_T_E)))
+            return x_T_E + own.mlp.forward(normed_T_E, layer, route, self._round)
+        return own.mlp.add_down(x_T_E, self._round(own.mlp.gated(self._round(normed_T_E))))
 
     def _round(self, x_T_X: Tensor) -> Tensor:
         return rounded(x_T_X, power_of_two=self.power_of_two)
