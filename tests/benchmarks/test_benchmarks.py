@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from asyncrl.config import Run, Trainer
 from asyncrl.system.user_functions import load_function
 from asyncrl.tasks.registry import make_task
-from benchmarks import lists, longtail, runs, weight_update
+from benchmarks import correction_overhead, lists, longtail, runs, weight_update
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
 from benchmarks.runs import Point, reached, steady
@@ -307,3 +307,8 @@ def test_chats_are_shown_to_the_peer_turn_by_turn() -> None:
     graded = judge(prompt.text, turns[1]["content"].replace("<answer>", "<answer>x"), prompt.answer)
     assert isinstance(graded, dict)
     assert sum(graded.values()) < 1
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_correction_is_found_where_the_learner_calls_it() -> None:
+    runs.alone(correction_overhead.main, ["--steps", "1"])
