@@ -111,9 +111,9 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
         yield from ()
 
     @property
-    def returns_routes(self) -> bool:
+    def returns_routes(self) -> Literal["always", "on_gpu", "never"]:
         """Whether it returns the experts that it chose for each token, for the trainer to replay."""
-        return False
+        return "never"
 
     # Drafting.
 
@@ -154,8 +154,8 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
             yield f"engine.device={self.device}: kernels for experts have not run on a GPU yet; set engine.device=cpu"
 
     @property
-    def returns_routes(self) -> bool:
-        return True
+    def returns_routes(self) -> Literal["always", "on_gpu", "never"]:
+        return "always"
 
     @property
     def may_use_gpu(self) -> bool:
@@ -315,6 +315,10 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
                 "rollout.kv_scales=trainer: engine.attention=FLASHINFER has scales in its captured graphs, where new "
                 "ones do not reach them; use rollout.kv_scales=engine, or another engine.attention"
             )
+
+    @property
+    def returns_routes(self) -> Literal["always", "on_gpu", "never"]:
+        return "on_gpu"  # its one kernel for CPUs chooses inside
 
     def expert_problems(self, precision: str, hidden_size: int, *, gpu: bool) -> Iterator[str]:
         if self.in_precision(precision).quantization != "none":

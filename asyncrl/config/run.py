@@ -100,7 +100,7 @@ class Rollout(RolloutPrecision, frozen=True):
     """Running completions at a weight update: keep their old keys and values, or prefill them again."""
     router_replay: Literal["auto", "on", "off"] = "auto"
     """The trainer uses the experts that the engine chose for each token. `auto`: on where the model has experts and the
-    engine returns its choice."""
+    engine always returns its choice, as the native one does; vLLM does so on a GPU, if it is `on`."""
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
@@ -108,7 +108,7 @@ class Rollout(RolloutPrecision, frozen=True):
 
     def replays_routes(self, engine: EngineBase) -> bool:
         """Whether routes are recorded and replayed, if the model has experts."""
-        return self.router_replay == "on" or (self.router_replay == "auto" and engine.returns_routes)
+        return self.router_replay == "on" or (self.router_replay == "auto" and engine.returns_routes == "always")
 
 
 class Flow(Settings, frozen=True):

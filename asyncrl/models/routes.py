@@ -4,6 +4,7 @@ As bytes they are [tokens, layers, active] without a header: one byte for an exp
 256. Layers without experts are left out. Nothing here needs torch.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,10 @@ class RouteShape(NamedTuple):
     def read(self, data: bytes) -> Routes:
         """T_L_C: whole tokens only."""
         return np.frombuffer(data, self.dtype).reshape(-1, len(self.layers), self.active)
+
+    def write(self, found: Sequence[Routes]) -> bytes:
+        """Of pieces, each T_L_C, that have all layers of the model."""
+        return b"".join(np.asarray(each[:, self.layers], self.dtype).tobytes() for each in found)
 
 
 def replayed_shape(run: Run, model: ModelConfig) -> RouteShape | None:

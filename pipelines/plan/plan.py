@@ -173,10 +173,11 @@ def _router_replay(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:
             "rollout.router_replay=on replays which experts the engine chose, and the model has no experts: set "
             "rollout.router_replay=auto"
         )
-    elif not run.engine.returns_routes:
+    elif (returns := run.engine.returns_routes) == "never" or (returns == "on_gpu" and not _may_have_gpu(run)):
+        where = " on a CPU" if returns == "on_gpu" else ""
         yield (
-            f"rollout.router_replay=on: engine={run.engine.label} does not return which experts it chose; set "
-            "rollout.router_replay=auto, or use engine=native engine.device=cpu"
+            f"rollout.router_replay=on: engine={run.engine.label} does not return which experts it chose{where}; set "
+            "rollout.router_replay=auto, or use engine=native"
         )
 
 
@@ -187,8 +188,12 @@ def _experts(run: Run, hidden_size: int) -> Iterator[str]:
             f"trainer.lora.targets={list(run.trainer.lora.targets)}: experts have no adapters; set "
             f"trainer.lora.targets=[{','.join(ATTENTION)}]"
         )
-    elsewhere = run.cluster not in ("local", "inprocess")  # what engines there compute on is not known here
-    yield from run.engine.expert_problems(run.rollout.precision, hidden_size, gpu=elsewhere or has_gpu())
+    yield from run.engine.expert_problems(run.rollout.precision, hidden_size, gpu=_may_have_gpu(run))
+
+
+def _may_have_gpu(run: Run) -> bool:
+    """Of a cluster elsewhere it is not known."""
+    return run.cluster not in ("local", "inprocess") or has_gpu()
 
 
 def _room(run: Run, required: Needs) -> Iterator[str]:

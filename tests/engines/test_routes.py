@@ -156,3 +156,9 @@ def test_none_are_returned_where_none_are_wanted_or_there_are_no_experts(
 
     for served in (engine(path, routes=False), engine(tmp_path)):
         assert [segment.route_bytes for segment in asyncio.run(run(served)).segments] == [b""]
+
+
+def test_of_all_layers_those_with_experts_are_kept() -> None:
+    shape = RouteShape(layers=(0, 2), active=2, experts=300)
+    found = [np.arange(12).reshape(2, 3, 2), 290 + np.arange(6).reshape(1, 3, 2)]
+    assert shape.read(shape.write(found)).tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]], [[290, 291], [294, 295]]]

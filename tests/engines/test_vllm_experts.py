@@ -1,20 +1,27 @@
 """Experts that vLLM's kernel for CPUs pads, with a dense layer between: each version is what a fresh load would be."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
+from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.trainer import Lora
+from asyncrl.engines.vllm.build import build_vllm
+from asyncrl.models.checkpoint import load_model
 from asyncrl.models.config import ATTENTION
 from asyncrl.types import WeightManifest
+from tests.support import needs
 from tests.support.adapters import Adapted, publishing_adapters
-from tests.support.driving import ask, collect, publishing
+from tests.support.driving import LONG, Answer, ask, collect, collect_all, publishing, serving
 from tests.support.parity import gathered, reference_logits
-from tests.support.real_vllm import SharedVllm, needs_vllm
+from tests.support.real_vllm import TINY, SharedVllm, needs_vllm
+from tests.support.routes import routes_of, shape_of
 from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -69,3 +76,26 @@ def test_adapters_on_attention_bring_back_the_experts_of_the_base(
         _updated(shared, publish, models[1])
     with publishing_adapters(folder / "0", LORA) as publish:
         _updated(shared, partial(publish, like=1), merged)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU)
+def test_on_a_gpu_routes_come_back_with_the_tokens(folder: Path, models: list[PreTrainedModel]) -> None:
+    """In a prompt that is computed, one that is in the cache already, and behind an update. Some scores are so close
+    that sums in another order turn them."""
+    decoder, _ = load_model(folder / "0")
+    requests = [ask(str(number), LONG[:40], seed=number, max_tokens=30) for number in range(3)]
+
+    async def run() -> list[Answer]:
+        async with serving(build_vllm(folder / "0", TINY, NoDrafter(), name="vllm", routes=True)) as engine:
+            found = [await collect(engine, requests[0]), *await collect_all(engine, requests[1:])]
+            with publishing(folder / "0") as publish:
+                await engine.load_weights(publish(1), "keep")
+            return [*found, await collect(engine, requests[0])]
+
+    for request, answer in zip([*requests, requests[0]], asyncio.run(run()), strict=True):
+        fed = (*request.tokens, *answer.tokens.tolist()[:-1])
+        returned = shape_of(decoder).read(b"".join(segment.route_bytes for segment in answer.segments))
+        expected = routes_of(decoder, fed)
+        assert returned.shape == expected.shape
+        assert (np.sort(returned) == np.sort(expected)).mean() > 0.98

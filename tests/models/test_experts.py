@@ -157,11 +157,6 @@ def test_more_active_experts_than_there_are_is_refused() -> None:
         (["engine.device=cuda"], "kernels for experts have not run on a GPU yet; set engine.device=cpu"),
         (["trainer.lora.rank=4"], "experts have no adapters; set trainer.lora.targets="),
         (
-            ["engine=vllm", "rollout.router_replay=on"],
-            "rollout.router_replay=on: engine=vllm does not return which experts it chose; set "
-            "rollout.router_replay=auto, or use engine=native engine.device=cpu",
-        ),
-        (
             ["rollout.max_tokens=4200000", "engine.max_length=4300000"],
             "the buffer stores 67.1 MB at most; set rollout.router_replay=off, or lower rollout.max_tokens",
         ),
@@ -172,7 +167,9 @@ def test_what_experts_cannot_do_is_refused_with_the_way_out(settings: list[str],
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_vllm_on_a_cpu_has_experts_of_some_hidden_sizes(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_on_a_cpu_has_experts_of_some_hidden_sizes_and_no_routes(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipelines.plan.plan.has_gpu", lambda: gpu)
 
     def said(*settings: str) -> list[str]:
@@ -183,6 +180,12 @@ def test_vllm_on_a_cpu_has_experts_of_some_hidden_sizes(gpu: bool, monkeypatch: 
     wrong = said("model.hidden_size=80")
     assert len(wrong) == (0 if gpu else 1)
     assert gpu or "a multiple of 32, and the model has hidden_size=80; use engine=native" in wrong[0]
+    refused = said("rollout.router_replay=on")
+    assert len(refused) == (0 if gpu else 1)
+    assert gpu or refused[0] == (
+        "rollout.router_replay=on: engine=vllm does not return which experts it chose on a CPU; set "
+        "rollout.router_replay=auto, or use engine=native"
+    )
 
 
 def test_replay_without_experts_is_refused_with_the_way_out() -> None:

@@ -40,7 +40,15 @@ def build_vllm(
     from asyncrl.engines.vllm.engine import VllmEngine as Vllm
 
     return Vllm(
-        model_path, settings, drafter, name=name, precision=precision, fp8=fp8, learned=learned, adapted=adapted
+        model_path,
+        settings,
+        drafter,
+        name=name,
+        precision=precision,
+        fp8=fp8,
+        learned=learned,
+        adapted=adapted,
+        routes=routes,
     )
 
 

@@ -30,6 +30,8 @@ from asyncrl.engines.vllm.environment import SPECULATION
 from asyncrl.engines.vllm.options import adaptive_drafter, engine_args, within
 from asyncrl.engines.vllm.requests import VllmRequests
 from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.models.config import read_config
+from asyncrl.models.routes import RouteShape
 from asyncrl.precision.kv_scales import LayerScales, settled
 from asyncrl.types import EngineStats, WeightAck, WeightManifest
 
@@ -54,9 +56,11 @@ class VllmEngine(VllmRequests):
         fp8: Fp8 | None = None,
         learned: Sequence[Range] = (),
         adapted: Sequence[str] = (),
+        routes: bool = False,
     ) -> None:
-        super().__init__(within(settings, model_path), name, version)
-        self._args = engine_args(model_path, self._settings, drafter, precision, fp8, adapted)
+        shape = RouteShape.of(read_config(model_path)) if routes else None
+        super().__init__(within(settings, model_path), name, version, shape)
+        self._args = engine_args(model_path, self._settings, drafter, precision, fp8, adapted, routes=shape is not None)
         self._speculation: Speculation | None = None
         if (adaptive := adaptive_drafter(drafter)) is not None:
             folder = tempfile.mkdtemp(prefix="asyncrl-speculation-")

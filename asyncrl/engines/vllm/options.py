@@ -55,6 +55,8 @@ def engine_args(
     precision: str,
     fp8: Fp8 | None = None,
     adapted: Sequence[str] = (),
+    *,
+    routes: bool = False,
 ) -> AsyncEngineArgs:
     settings = settings.in_precision(precision)
     adaptive = adaptive_drafter(drafter) is not None
@@ -86,6 +88,7 @@ def engine_args(
         worker_cls=f"{WORKERS}{'DraftingWorker' if adaptive else 'GpuWorker'}" if has_gpu() else "auto",
         worker_extension_cls="asyncrl.engines.vllm.worker.WeightReader",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        enable_return_routed_experts=routes,
         disable_log_stats=False,  # prompts, preemptions and accepted drafts are counted (requests.py)
     )
 
@@ -158,4 +161,5 @@ def sampling_params(request: Request, settings: VllmEngine) -> SamplingParams:
         logprobs=0,  # of the sampled token alone
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        routed_experts_prompt_start=request.routed,
     )

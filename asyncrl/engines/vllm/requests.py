@@ -19,6 +19,7 @@ from asyncrl.config.engine import VllmEngine as Settings
 from asyncrl.engines.requests import Pending, RequestSide
 from asyncrl.engines.vllm.options import sampling_params
 from asyncrl.errors import EngineError
+from asyncrl.models.routes import Routes, RouteShape
 from asyncrl.types import Finish, Request, Segment
 
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -52,20 +53,23 @@ class Counters:
 class _Job(Pending):
     """A request, and what vLLM sampled for it since the last delta."""
 
-    __slots__ = ("logprobs", "name", "sampled", "tokens")
+    __slots__ = ("logprobs", "name", "routes", "sampled", "tokens")
 
     def __init__(self, request: Request, name: str) -> None:
         super().__init__(request)
         self.name = name
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.routes: list[Routes] = []
+        """Of tokens that were fed, in all layers: the prompt's with the first sampled token."""
         self.sampled = 0
 
 
 class VllmRequests(RequestSide[_Job]):
-    def __init__(self, settings: Settings, name: str, version: int) -> None:
+    def __init__(self, settings: Settings, name: str, version: int, routes: RouteShape | None = None) -> None:
+        """`routes`: of those that vLLM returns, if it does."""
         super().__init__(name, version)
-        self._settings = settings
+        self._settings, self._routes = settings, routes
         self._llm: AsyncLLM | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[str, _Job] = {}
@@ -140,6 +144,10 @@ class VllmRequests(RequestSide[_Job]):
     def _take(self, job: _Job, new: EngineCoreOutput, logprobs: list[float]) -> None:
         if not all(map(isfinite, logprobs)):
             raise EngineError(f"vLLM reports log-probabilities that are not finite under version {self._version}")
+        if self._routes is not None and new.new_token_ids:
+            if new.routed_experts is None:
+                raise EngineError("vLLM returned no routes; set rollout.router_replay=off")
+            job.routes.append(new.routed_experts)
         job.tokens += new.new_token_ids
         job.logprobs += logprobs
         job.sampled += len(logprobs)
@@ -160,8 +168,9 @@ class VllmRequests(RequestSide[_Job]):
             job.deltas.put_nowait(failure)
 
     def _take_segment(self, job: _Job) -> Segment:
-        segment = Segment.sampled(job.tokens, job.logprobs, self._version)
-        job.tokens, job.logprobs = [], []
+        routes = b"" if self._routes is None else self._routes.write(job.routes)
+        segment = Segment.sampled(job.tokens, job.logprobs, self._version, routes)
+        job.tokens, job.logprobs, job.routes = [], [], []
         return segment
 
     def _leave(self, job: _Job) -> None:
