@@ -234,7 +234,7 @@ def made(config: ModelConfig, device: str = "cuda") -> Generator[Path]:
 @contextmanager
 def made_up(shape: str) -> Generator[Path]:
     """The same of a named shape, with an output matrix of its own."""
-    with made(ModelConfig.from_hf(QWEN3 | msgspec.structs.asdict(SHAPES[shape]))) as folder:
+    with made(ModelConfig.from_hf(QWEN3 | SHAPES[shape].settings())) as folder:
         yield folder
 
 
