@@ -20,7 +20,7 @@ from asyncrl.models.packed import packed_attention
 from asyncrl.training.memory import parameters
 from benchmarks.expand import SHAPES, Growth, Shape, big_config, expand, expand_head, save_expanded
 from benchmarks.expand import main as expand_cli
-from benchmarks.rollout import QWEN3
+from benchmarks.rollout import QWEN3, step_bytes
 from tests.support.tiny_model import DENSE, tiny_checkpoint
 
 SHAPE = Shape(
@@ -226,6 +226,9 @@ def test_the_quickstarts_shapes_fit_the_big_ones() -> None:
 def test_the_30b_shape_has_the_published_sizes() -> None:
     config = ModelConfig.from_hf(QWEN3 | SHAPES["qwen3-30b-a3b"].settings())
     assert parameters(config) == 30_532_122_624
+    embedding = 151936 * 2048
+    assert step_bytes(config, 1, 0) == pytest.approx(2 * (3.35e9 - embedding), rel=0.01)  # a token uses 3.35 G of them
+    assert step_bytes(config, 1024, 0) == pytest.approx(2 * (parameters(config) - embedding), rel=1e-4)
 
 
 def _sizes() -> dict[str, int]:
