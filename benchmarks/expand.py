@@ -371,12 +371,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--head", type=Path)
     parser.add_argument("--head-out", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--same-vocabulary", action="store_true", help="the small one's; for models to be trained")
+    vocabulary = parser.add_mutually_exclusive_group()
+    vocabulary.add_argument("--same-vocabulary", action="store_true", help="the small one's; for models to be trained")
+    vocabulary.add_argument("--vocabulary", type=int, metavar="N", help="instead of the shape's own")
     args = parser.parse_args(words)
     model, config = load_model(args.small, DTYPES[args.dtype])
     shape = SHAPES[args.shape]
-    if args.same_vocabulary:
-        shape = msgspec.structs.replace(shape, vocab_size=config.vocabulary)
+    if size := config.vocabulary if args.same_vocabulary else args.vocabulary:
+        shape = msgspec.structs.replace(shape, vocab_size=size)
     big = save_expanded(model, shape, args.big)
     for file in args.small.glob("*token*"):
         shutil.copy(file, args.big)
