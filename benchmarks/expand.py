@@ -2,6 +2,7 @@
 
     python -m benchmarks.expand SMALL BIG --shape qwen3-8b [--head SMALLHEAD --head-out BIGHEAD] [--dtype bf16]
     python -m benchmarks.expand SMALL BIG --shape qwen3-1.7b --same-vocabulary      (to be trained)
+    python -m benchmarks.expand SMALL BIG --shape qwen3-30b-a3b          (SMALL has experts, or is dense)
 
 So a benchmark has a big model's cost and a real model's answers. Everything is a copy: axes name, for each new place,
 the old one it copies and a factor. With powers of two between the sizes all factors are exact, also in bf16.
@@ -14,6 +15,13 @@ the old one it copies and a factor. With powers of two between the sizes all fac
     further tokens    Only a quarter of the stream holds copies, the rest is silent (norms, twice as large then, take
                       half of it). Its last channel holds a tiny constant, which no norm notices; the further tokens
                       have a huge negative weight there, so that they are never sampled.
+    experts           Copies too, in groups: from top-2 of 8 to top-8 of 128 each has 16 copies, 4 in each of 4 groups.
+                      A token has a group, by its number: its embedding has the tiny constant in one more silent
+                      channel, the group's code, where routers have a huge negative weight for other groups. In its
+                      group all copies of an expert score the same, so the best 8 are the copies of the old best 2, and
+                      the old weights are shared evenly among them. A dense layer is one expert that every token has:
+                      its 128 copies are 16 groups of 8. Equally frequent tokens use all groups alike. Training may
+                      change codes; a token then goes to another group, which computes the same.
 
 The output matrix is always of its own, as cost is the same.
 """
@@ -22,7 +30,7 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +43,14 @@ from asyncrl.drafting.checkpoint import head_tensors, load_head, save_head
 from asyncrl.drafting.heads import Head, HeadConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.models.checkpoint import WEIGHTS, load_model
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.config import ARCHITECTURES, Experts, ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.names import hf_tensors
 
 CONSTANT, UNLIKELY = 2.0**-10, -(2.0**26)
 """In the last channel: what every token's embedding has, and what a further token's output row has."""
+ELSEWHERE = -(2.0**20)
+"""In the channel of a group's code: what a router has for the experts of all other groups."""
 SILENT = 4
 """A stream with silent channels holds copies in one of so many."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,7 +59,7 @@ DRAFT_VOCABULARY = 32_000
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The sizes of a decoder, each a multiple of the small one's, but for the gated layer, which may be any wider."""
+    """The sizes of a decoder, each a multiple of the small one's, but for gated layers, which may be any wider."""
 
     hidden_size: int
     intermediate_size: int
@@ -58,9 +68,21 @@ class Shape(msgspec.Struct, frozen=True):
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """As `config.json` has them."""
+        sizes = {name: size for name, size in msgspec.structs.asdict(self).items() if size}
+        if not self.num_experts:
+            return sizes
+        architecture = f"{ARCHITECTURES['qwen3_moe']}ForCausalLM"
+        return sizes | {"model_type": "qwen3_moe", "architectures": [architecture], "norm_topk_prob": True}
 
 
 SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 6144, 48, 32, 4, 128, 151936, 128, 8, 768),
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 128, 151936),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, 151936),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936),
@@ -84,14 +106,59 @@ class Axis(NamedTuple):
         return Axis(source, self.factor.repeat(times))
 
 
+class ExpertGrowth:
+    """Which small expert each big one copies, and for which group of tokens; a dense layer is one expert."""
+
+    def __init__(self, small: ModelConfig, big: Experts) -> None:
+        old = small.experts or Experts(count=1, active=1, width=small.intermediate_size, renormalized=True)
+        if not small.qk_norm or old.dense_layers:
+            raise CheckpointError(
+                "experts grow from a Qwen3 model, or from a Qwen3-MoE model with experts in every layer; choose "
+                "another small model"
+            )
+        copies, chosen = (
+            _times("num_experts", old.count, big.count),
+            _times("num_experts_per_tok", old.active, big.active),
+        )
+        if copies % chosen:
+            raise CheckpointError(
+                f"num_experts={big.count} has {copies} copies of each expert, which must be a multiple of the {chosen} "
+                f"that num_experts_per_tok={big.active} chooses; choose another shape or small model"
+            )
+        self.groups = copies // chosen
+        expert_X = torch.arange(big.count)
+        self.source_X, self.group_X = expert_X % old.count, expert_X // old.count % self.groups
+        self.names = [f"mlp.experts.{expert}" for expert in range(old.count)] if small.experts else ["mlp"]
+        """Of the small experts."""
+        self.gated = _repeated(old.width, big.width)
+        self.down = Axis(self.gated.source, _shares("moe_intermediate_size", old.width, big.width))
+
+    def layer(self, old: Mapping[str, Tensor], growth: "Growth") -> Iterator[tuple[str, Tensor]]:
+        """Router and experts; each copy has memory of its own, as files want it."""
+        some = old[f"{self.names[0]}.up_proj.weight"]
+        router = old.get("mlp.gate.weight", some.new_zeros(1, growth.small.hidden_size))
+        router_X_E = growth.read.grow(router[self.source_X], 1)
+        elsewhere_X_G = self.group_X[:, None] != torch.arange(self.groups)
+        router_X_E[:, growth.codes] = ELSEWHERE * elsewhere_X_G[:, : len(growth.codes)].to(router.dtype)
+        yield "mlp.gate.weight", router_X_E
+        axes = {"gate_proj": (self.gated, growth.read), "up_proj": (self.gated, growth.read)}
+        for kind, (rows, columns) in (axes | {"down_proj": (growth.write, self.down)}).items():
+            grown = [columns.grow(rows.grow(old[f"{name}.{kind}.weight"], 0), 1) for name in self.names]
+            for expert, source in enumerate(self.source_X.tolist()):
+                yield f"mlp.experts.{expert}.{kind}.weight", grown[source].clone()
+
+
 class Growth:
     """The axes between two shapes."""
 
     def __init__(self, small: ModelConfig, big: ModelConfig) -> None:
         self.small, self.big = small, big
         self.further = big.vocabulary > small.vocabulary
-        times = _times("hidden_size", small.hidden_size, big.hidden_size, SILENT if self.further else 1)
-        copies = times // SILENT if self.further else times
+        self.experts = None if big.experts is None else ExpertGrowth(small, big.experts)
+        groups = self.experts.groups if self.experts is not None and self.experts.groups > 1 else 0
+        silent = SILENT if self.further or groups else 1
+        times = _times("hidden_size", small.hidden_size, big.hidden_size, silent)
+        copies = times // silent
         self.louder = math.sqrt(times / copies)
         """A normalised copy, relative to the old number: its norm averages over silent channels too."""
         place_E = torch.arange(big.hidden_size)
@@ -100,9 +167,15 @@ class Growth:
         self.normed = Axis(self.write.source, torch.full((big.hidden_size,), 1 / self.louder))
         if self.further:
             self.read.factor[-1] = 0
+        end = big.hidden_size - self.further
+        self.codes = torch.arange(end - groups, end)
+        """Channels, one for each group of experts; none where all experts are one group."""
+        self.read.factor[self.codes] = 0
         self.tokens = _repeated(small.vocabulary, big.vocabulary)
         self.gated = _repeated(small.intermediate_size, big.intermediate_size)
-        self.down = Axis(self.gated.source, _shares(small.intermediate_size, big.intermediate_size))
+        self.down = Axis(
+            self.gated.source, _shares("intermediate_size", small.intermediate_size, big.intermediate_size)
+        )
 
     def attention(self, qk_norm: bool) -> dict[str, Axis]:
         """Rows of the projections to heads, columns of the one from them, and the norms inside a head."""
@@ -133,7 +206,9 @@ class Growth:
         if name in ("q_norm", "k_norm"):
             return heads[name].grow(tensor, 0)
         if name.endswith("norm"):
-            return self.normed.grow(tensor, 0)
+            grown = self.normed.grow(tensor, 0)
+            grown[self.codes] = 1
+            return grown
         rows, columns = {
             "q_proj": (heads["q_proj"], read),
             "k_proj": (heads["k_proj"], read),
@@ -145,6 +220,12 @@ class Growth:
         }[name]
         grown = rows.grow(tensor, 0)
         return columns.grow(grown, 1) if tensor.dim() == 2 else grown
+
+    def whole_layer(self, old: Mapping[str, Tensor], heads: dict[str, Axis]) -> dict[str, Tensor]:
+        """All tensors of a layer, by their names within it."""
+        kept = {name: tensor for name, tensor in old.items() if self.experts is None or not name.startswith("mlp.")}
+        grown = {name: self.layer(name.split(".")[-2], tensor, heads, self.read) for name, tensor in kept.items()}
+        return grown | dict(self.experts.layer(old, self) if self.experts is not None else ())
 
     def final_norm(self, weight: Tensor) -> Tensor:
         grown = self.normed.grow(weight, 0)
@@ -159,9 +240,15 @@ class Growth:
 
 
 def big_config(small: ModelConfig, shape: Shape) -> ModelConfig:
-    eps = small.norm_eps / (SILENT if shape.vocab_size > small.vocabulary else 1)
-    own = {**small.raw, "tie_word_embeddings": False, "rms_norm_eps": eps}
-    return ModelConfig.from_hf(own | msgspec.structs.asdict(shape))
+    if small.experts is not None and not shape.num_experts:
+        raise CheckpointError("the small model has experts and the shape has none; choose another shape")
+    raw = {**small.raw, "tie_word_embeddings": False} | shape.settings()
+    raw.pop("num_local_experts", None)  # what transformers 5 calls num_experts
+    if small.experts is not None:
+        raw["norm_topk_prob"] = small.experts.renormalized
+    # Silent channels make the mean square of the stream smaller.
+    raw["rms_norm_eps"] = small.norm_eps / Growth(small, ModelConfig.from_hf(raw)).louder ** 2
+    return ModelConfig.from_hf(raw)
 
 
 def expand(model: Decoder, shape: Shape) -> Decoder:
@@ -180,13 +267,16 @@ def expanded_tensors(model: Decoder, big: ModelConfig) -> Iterator[tuple[str, Te
     embedding = growth.write.grow(growth.tokens.grow(old["model.embed_tokens.weight"], 0), 1)
     if growth.further:
         embedding[:, -1] = CONSTANT
+    if groups := len(growth.codes):
+        token_V = torch.arange(big.vocabulary)
+        embedding[token_V, growth.codes[token_V % groups]] = CONSTANT
     yield "model.embed_tokens.weight", embedding
     last: dict[str, Tensor] = {}
     for index in range(big.layers):
         if index < model.config.layers:
             prefix = f"model.layers.{index}."
             last = {name.removeprefix(prefix): tensor for name, tensor in old.items() if name.startswith(prefix)}
-            last = {name: growth.layer(name.split(".")[-2], each, heads, growth.read) for name, each in last.items()}
+            last = growth.whole_layer(last, heads)
         elif index == model.config.layers:
             silent = [name for name in last if name.split(".")[-2] in ("o_proj", "down_proj")]
             last |= {name: torch.zeros_like(last[name]) for name in silent}
@@ -261,10 +351,10 @@ def _repeated(small: int, big: int) -> Axis:
     return Axis(torch.arange(big) % small, torch.ones(big))
 
 
-def _shares(small: int, big: int) -> Tensor:
+def _shares(name: str, small: int, big: int) -> Tensor:
     """Of each copy in the mean: a power of two, so that it is exact; nothing of the copies that are left over."""
     if big < small:
-        raise CheckpointError(f"intermediate_size={big} must not be below {small}, the small model's")
+        raise CheckpointError(f"{name}={big} must not be below {small}, the small model's")
     copies = 1 << (big // small).bit_length() - 1
     return (torch.arange(big) < copies * small) / copies
 
@@ -281,12 +371,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--head", type=Path)
     parser.add_argument("--head-out", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--same-vocabulary", action="store_true", help="the small one's; for models to be trained")
+    vocabulary = parser.add_mutually_exclusive_group()
+    vocabulary.add_argument("--same-vocabulary", action="store_true", help="the small one's; for models to be trained")
+    vocabulary.add_argument("--vocabulary", type=int, metavar="N", help="instead of the shape's own")
     args = parser.parse_args(words)
     model, config = load_model(args.small, DTYPES[args.dtype])
     shape = SHAPES[args.shape]
-    if args.same_vocabulary:
-        shape = msgspec.structs.replace(shape, vocab_size=config.vocabulary)
+    if size := config.vocabulary if args.same_vocabulary else args.vocabulary:
+        shape = msgspec.structs.replace(shape, vocab_size=size)
     big = save_expanded(model, shape, args.big)
     for file in args.small.glob("*token*"):
         shutil.copy(file, args.big)

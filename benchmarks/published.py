@@ -4,7 +4,8 @@ verl: docs/advance/fully_async.md (18 October 2025), Qwen2.5-Math-7B, DAPO-Math-
 28k tokens a step, 128 H20; shell/dapo_7b_math_fsdp2_64_64.sh for the engines' 4 GPUs. `step`, `gen` and `update_actor`
 of its tables, in seconds.
 NeMo-RL: arXiv 2604.26779, Qwen3-8B on 32 GB200, EAGLE-3 with 3 drafted tokens; asynchronous on 12 + 4 nodes of 4.
-Stage times and acceptance lengths of its tables.
+Stage times and acceptance lengths of its tables. Its projection to Qwen3-235B-A22B on GB200, in FP8, 4,096 completions
+a step, is itself a simulation, with figures of the hardware that are not public.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from asyncrl.simulation.profile import (
     Affine,
     Answers,
     EngineCost,
+    ExpertStep,
     LogNormal,
     Profile,
     RewardCost,
@@ -207,3 +209,87 @@ def nemo_lines() -> Iterator[Line]:
     drafted = nemo(profile.engine.step.at(1), ASYNC_TRAINER, ACCEPTED["Think"])
     found = nemo_step(drafted, engines=48, staleness=1)
     yield Line("NeMo-RL Think, asynchronous: step with drafts", ASYNC[1], found, "predicted")
+
+
+# -- NeMo-RL's projection --------------------------------------------------------------------------------------------
+
+PROJECTED = {(3, 3.0): (2.72, 1.70), (7, 5.0): (4.07, 1.96), (7, 8.0): (6.49, 2.22)}
+"""Gains in generation and in the whole step, by drafted tokens and acceptance; the last is the best of their cells, to
+which k=7 and all accepted fits."""
+PROJECTED_ASYNC = (3.5, 2.5)
+"""With five drafted tokens, an acceptance of 4, a lag of two versions and 2,048 GPUs."""
+GENERATING = 0.65
+"""Share of a step in generation, which is what their pairs of gains imply."""
+BIG_LAYERS, BIG_HIDDEN, BIG_EXPERTS, BIG_ACTIVE, BIG_WIDTH, BIG_HEADS, BIG_KV = (
+    94,
+    4096,
+    128,
+    8,
+    1536,
+    64 * 128,
+    4 * 128,
+)
+EXPERT_WEIGHTS = BIG_LAYERS * BIG_EXPERTS * 3 * BIG_HIDDEN * BIG_WIDTH
+SHARED_WEIGHTS = BIG_LAYERS * 2 * BIG_HIDDEN * (BIG_HEADS + BIG_KV) + 151_936 * BIG_HIDDEN
+"""Attention and output matrix."""
+ACTIVE_WEIGHTS = SHARED_WEIGHTS + EXPERT_WEIGHTS * BIG_ACTIVE / BIG_EXPERTS
+GB200_BYTES, GB200_FLOPS = 8.0e12, 5.0e15
+"""Of one GPU; operations are FP8's."""
+ENGINE_GPUS = 32
+"""Assumed: experts are spread over so many."""
+GENERATORS = 1280
+"""Of 2,048 GPUs in the asynchronous row; others are below."""
+
+
+def projected(fixed: float, drafted: int = 0, accepted: float = 1.0, trainer: float = 0.0) -> Profile:
+    """Weights and KV cache in FP8, a byte each. `fixed`: seconds of a step for collectives and kernels, the free
+    parameter. Drafting itself costs nothing."""
+    read, computed = ENGINE_GPUS * GB200_BYTES * MEMORY_USE, ENGINE_GPUS * GB200_FLOPS * COMPUTE_USE
+    step = ExpertStep(
+        experts=BIG_EXPERTS,
+        active=BIG_ACTIVE,
+        seconds=fixed + SHARED_WEIGHTS / read,
+        all_experts=EXPERT_WEIGHTS / read,
+        per_row=2 * ACTIVE_WEIGHTS / computed,
+    )
+    return Profile(
+        lengths=LogNormal(median=4000, sigma=SIGMA, between=BETWEEN),
+        engine=EngineCost(
+            gpus=ENGINE_GPUS,
+            max_batch=4096,
+            step=step,
+            per_context_token=2 * BIG_LAYERS * BIG_KV / read,
+            speculation=Speculation(accepted=accepted, drafted=drafted),
+        ),
+        trainer=TrainerCost(per_step=trainer),
+        reward=RewardCost(gather=0.0),
+    )
+
+
+def projected_step(profile: Profile, *, gpus: int, staleness: int) -> float:
+    settings = run(512, 8, 32_000, 512, staleness, FixedStaleness(), 3 + 3 * staleness)
+    return simulate(settings, profile, engines=gpus // ENGINE_GPUS, warm_up=3 * staleness).rates.step_seconds
+
+
+def projected_lines() -> Iterator[Line]:
+    """Gains, each over the same cluster without drafts."""
+
+    def gain(fixed: float, drafted: int, accepted: float, trainer: float = 0.0, gpus: int = 512, lag: int = 0) -> float:
+        both = projected(fixed, trainer=trainer), projected(fixed, drafted, accepted, trainer)
+        plain, faster = (projected_step(profile, gpus=gpus, staleness=lag) for profile in both)
+        return plain / faster
+
+    (first, (wanted, _)), *_ = PROJECTED.items()
+    shared = projected(0.0).engine.step.at(0)
+    fitted = solve(projected, lambda p: gain(p.engine.step.at(0) - shared, *first), wanted, 1e-3, 2e-3)
+    fixed = fitted.engine.step.at(0) - shared
+    trainer = projected_step(fitted, gpus=512, staleness=0) * (1 / GENERATING - 1)
+    for (drafted, accepted), (rollout, whole) in PROJECTED.items():
+        what = f"NeMo-RL 235B, {drafted} drafted, {accepted:g} accepted"
+        kind = "fitted" if (drafted, accepted) == first else "predicted"
+        yield Line(f"{what}: gain in generation", rollout, gain(fixed, drafted, accepted), kind)
+        yield Line(f"{what}: gain of a step", whole, gain(fixed, drafted, accepted, trainer), kind)
+    what, rest = "NeMo-RL 235B async, 5 drafted, 4 accepted", 2048 - GENERATORS
+    rollout, whole = (gain(fixed, 5, 4.0, t, GENERATORS, 2) for t in (0.0, trainer * 512 / rest))
+    yield Line(f"{what}: gain in generation", PROJECTED_ASYNC[0], rollout, "predicted")
+    yield Line(f"{what}: gain of a step", PROJECTED_ASYNC[1], whole, "fitted")

@@ -37,6 +37,7 @@ from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.layers import signed_frequencies
 from asyncrl.models.names import hf_tensors
+from asyncrl.simulation.profile import ExpertStep
 from asyncrl.types import Request, Sampling
 from benchmarks.expand import SHAPES
 
@@ -134,9 +135,13 @@ def bandwidth() -> float:
 
 
 def step_bytes(config: ModelConfig, batch: int, context: int, size: int = 2) -> int:
-    """What a step must read: all weights but the embedding, and keys and values."""
-    hidden, heads = config.hidden_size, config.heads + 2 * config.kv_heads
-    layer = hidden * (heads * config.head_dim + config.heads * config.head_dim + 3 * config.intermediate_size)
+    """What a step must read: all weights but the embedding, keys and values. Of experts those that a token of the
+    batch is sent to, if that is random."""
+    hidden, heads, gated = config.hidden_size, config.heads + 2 * config.kv_heads, 3 * config.intermediate_size
+    if (experts := config.experts) is not None:
+        read = ExpertStep(experts=experts.count, active=experts.active, all_experts=experts.count).at(batch)
+        gated = experts.count + round(3 * experts.width * read)  # the router, and the experts
+    layer = hidden * (heads * config.head_dim + config.heads * config.head_dim + gated)
     keys = 2 * config.layers * config.kv_heads * config.head_dim * context * batch
     return size * (config.layers * layer + config.vocabulary * hidden + keys)
 
@@ -234,7 +239,7 @@ def made(config: ModelConfig, device: str = "cuda") -> Generator[Path]:
 @contextmanager
 def made_up(shape: str) -> Generator[Path]:
     """The same of a named shape, with an output matrix of its own."""
-    with made(ModelConfig.from_hf(QWEN3 | msgspec.structs.asdict(SHAPES[shape]))) as folder:
+    with made(ModelConfig.from_hf(QWEN3 | SHAPES[shape].settings())) as folder:
         yield folder
 
 

@@ -27,7 +27,7 @@ from asyncrl.simulation.profile import Affine, EngineCost, LogNormal, Profile, R
 from asyncrl.simulation.sizing import shortened, size
 from asyncrl.system.run_directory import RunDirectory
 from asyncrl.training.warm_start import make_model
-from benchmarks.published import Line, nemo_lines, verl_lines
+from benchmarks.published import Line, nemo_lines, projected_lines, verl_lines
 from benchmarks.runs import WARM_STEPS, steady
 from benchmarks.runs import run as run_really
 from pipelines.compose import from_yaml
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="of each real run")
     options = parser.parse_args()
     if options.only in (None, "published"):
-        show([*nemo_lines(), *verl_lines()], "published")
+        show([*nemo_lines(), *projected_lines(), *verl_lines()], "published")
         print("verl with answers of twice the length:")
         show(verl_lines(2.0), "published")
     if options.only in (None, "large"):

@@ -16,9 +16,9 @@ process of its own, after a warm-up, one length after another. A row that fails,
 says so.
 
 TFLOP/s are those of the model: 6 for each weight of a matrix and token (2 forward, 4 backward, of which frozen weights
-lack 2; of the embedding nothing, of the output matrix only where a token is predicted), and 12 for each number of a
-query and key that attention sees. What is computed again, padding, and prompts that are repeated do not count, so all
-rows have the same count.
+lack 2; of the embedding nothing, of experts only those of the token, of the output matrix only where a token is
+predicted), and 12 for each number of a query and key that attention sees. What is computed again, padding, and prompts
+that are repeated do not count, so all rows have the same count.
 """
 
 import argparse
@@ -40,8 +40,8 @@ from torch.nn import functional as F
 
 from asyncrl.config import Run
 from asyncrl.config.algorithm import Importance
-from asyncrl.config.trainer import Lora, Trainer
-from asyncrl.models.config import ModelConfig, projection_shapes, read_config
+from asyncrl.config.trainer import PROJECTIONS, Lora, Trainer
+from asyncrl.models.config import ATTENTION, ModelConfig, gated_shapes, projection_shapes, read_config
 from asyncrl.system.compiler import compiles
 from asyncrl.training.advantages import with_advantages
 from asyncrl.training.batches import Answer, Block, pack
@@ -65,9 +65,9 @@ SMOLLM2 = {
     "head_dim": 64,
     "vocab_size": 49152,
 }
-SHAPES = {name: QWEN3 | msgspec.structs.asdict(shape) for name, shape in expand.SHAPES.items()}
+SHAPES = {name: QWEN3 | shape.settings() for name, shape in expand.SHAPES.items()}
 SHAPES["smollm2-135m"] = QWEN3 | SMOLLM2
-UNTIED = ("qwen3-8b",)
+UNTIED = ("qwen3-8b", "qwen3-30b-a3b")
 """The published models with an output matrix of their own; the smaller ones use the embedding for it."""
 ROWS = (
     "asyncrl recomputed",
@@ -146,7 +146,7 @@ def trainer_run(setting: Setting, row: str) -> Run:
         "checkpoint_activations": not row.endswith("kept"),
         "compile": "off" if row.endswith("eager") else "auto",
         "grad_clip": CLIP,
-        "lora": {"rank": setting.lora},
+        "lora": {"rank": setting.lora, "targets": ATTENTION if "num_experts" in setting.config else PROJECTIONS},
     }
     settings |= {key.removeprefix("trainer."): value for key, value in (each.split("=") for each in setting.ours)}
     return Run(
@@ -196,18 +196,26 @@ def warm_up(setting: Setting, row: str, groups: Sequence[Group]) -> Sequence[Gro
 
 def model_flops(config: ModelConfig, blocks: Sequence[Block], *, frozen: bool = False) -> float:
     """Of forward and backward; see above what counts."""
-    layer = sum(rows * columns for rows, columns in projection_shapes(config).values())
+    layers = sum(_used_weights(config, layer) for layer in range(config.layers))
     output = config.vocabulary * config.hidden_size
     answers = [answer for block in blocks for answer in block.answers]
     pairs = sum(len(block.prompt) * (len(block.prompt) + 1) // 2 for block in blocks)
     for block in blocks:
         news = [len(answer.tokens) - 1 for answer in block.answers]
         pairs += sum(new * len(block.prompt) + new * (new + 1) // 2 for new in news)
-    matrices = config.layers * layer * sum(block.num_tokens for block in blocks)
+    matrices = layers * sum(block.num_tokens for block in blocks)
     predicted = output * sum(answer.num_sampled for answer in answers)
     return (4.0 if frozen else 6.0) * (
         matrices + predicted
     ) + 12.0 * config.layers * config.heads * config.head_dim * pairs
+
+
+def _used_weights(config: ModelConfig, layer: int) -> int:
+    """Of the matrices that a token passes: of the experts, its own, and the router."""
+    experts, gated = config.experts_of(layer), gated_shapes(config, layer)
+    used = [shape for name, shape in projection_shapes(config).items() if name in ATTENTION]
+    used += gated if experts is None else [*gated[: 3 * experts.active], (experts.count, config.hidden_size)]
+    return sum(rows * columns for rows, columns in used)
 
 
 class Ours:
@@ -363,7 +371,10 @@ def predicted(run: Run, config: ModelConfig, blocks: Sequence[Block]) -> int:
     """The peak of the largest batch."""
     seen = max((int(b.tokens_T.numel()), sum(map(len, b.rows))) for b in pack(blocks, run.trainer.token_budget))
     layers = recomputed_layers(run, config, None)
-    batch, compiled = Batch(seen[0], seen[1] / seen[0]), compiles(run.trainer.compile, "cuda")
+    batch, compiled = (
+        Batch(seen[0], seen[1] / seen[0]),
+        config.experts is None and compiles(run.trainer.compile, "cuda"),
+    )
     return training_memory(run, config, batch, recomputed=layers, compiled=compiled).peak
 
 

@@ -59,8 +59,8 @@ class Pace:
         for rows in range(cost.max_batch + 1):
             drafts = cost.speculation
             on = not drafts.up_to_batch or rows <= drafts.up_to_batch
-            factor = drafts.cost / drafts.accepted if on else 1.0
-            self.per_token.append(cost.step.at(rows) * factor)
+            factor, checked = (drafts.cost / drafts.accepted, 1 + drafts.drafted) if on else (1.0, 1)
+            self.per_token.append(cost.step.at(rows * checked) * factor)
             self.per_context.append(cost.per_context_token * factor)
         if not self.per_token[1]:
             raise ConfigError("profile.engine.step takes no time: say how long a decoding step takes, or measure a run")

@@ -112,7 +112,7 @@ class Simulation:
                 starved += lacks_fresh * (self.clock.now - begun)
                 groups += delivery.groups
                 yield from self._machine.compute(
-                    trainer.per_take + self._tokens(delivery.groups) * trainer.per_token / self._trainer_gpus
+                    trainer.per_take + self._tokens(delivery.groups) * trainer.token_seconds / self._trainer_gpus
                 )
             while self._publishing:
                 yield self._published

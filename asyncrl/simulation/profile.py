@@ -78,6 +78,33 @@ class Table(Settings, frozen=True, tag_field="type", tag="table"):
         return max(low, low + (high - low) * (rows - left) / (right - left))
 
 
+class ExpertStep(Settings, frozen=True, tag_field="type", tag="experts"):
+    """A decoding step of a mixture of experts, which reads only the experts that a token of the batch is sent to.
+
+    It takes `seconds + all_experts * share + per_row * rows`. `share` is the part of the experts that is read, if each
+    token is sent to `active` of them at random: 1 - (1 - active / experts)^rows.
+    """
+
+    experts: Positive
+    """Of a layer."""
+    active: Positive
+    """Of a token."""
+    seconds: NonNegative = 0.0
+    """Of every step: reading what all tokens use (attention, output matrix), and what starting kernels takes."""
+    all_experts: NonNegative = 0.0
+    """Reading the experts of all layers."""
+    per_row: NonNegative = 0.0
+    """Computing one row: two operations for each of its active parameters."""
+
+    def __post_init__(self) -> None:
+        if self.active > self.experts:
+            raise ValueError(f"active={self.active} is more than experts={self.experts}")
+
+    def at(self, rows: int) -> float:
+        share = 1 - (1 - self.active / self.experts) ** rows
+        return self.seconds + self.all_experts * share + self.per_row * rows
+
+
 class Speculation(Settings, frozen=True):
     """Drafts: each step gives several tokens and takes longer."""
 
@@ -85,6 +112,9 @@ class Speculation(Settings, frozen=True):
     """Tokens per step and completion, the policy's own included."""
     cost: Annotated[float, Meta(ge=1)] = 1.0
     """Time of a step that drafts and checks, relative to a plain one of the same batch."""
+    drafted: Natural = 0
+    """More than 0: each row is checked with so many drafted tokens, and `cost` is relative to a plain step of
+    1 + `drafted` times as many rows. They cost arithmetic, and experts that are read besides."""
     up_to_batch: Natural = 0
     """Plain decoding with more rows than this; 0 always drafts."""
 
@@ -96,7 +126,7 @@ class EngineCost(Settings, frozen=True):
     """That one engine takes."""
     max_batch: Positive = 256
     """Completions decoded together; further ones wait in the engine."""
-    step: Affine | Table = Affine()
+    step: Affine | Table | ExpertStep = Affine()
     """A decoding step by the number of completions in it, without what their length adds."""
     per_context_token: NonNegative = 0.0
     """Added to a step for each token, given or sampled, that the completions in it have so far: reading the KV
@@ -117,12 +147,27 @@ class TrainerCost(Settings, frozen=True):
     """That it has unless a split is given."""
     per_token: NonNegative = 0.0
     """Seconds of one GPU for each sampled token that is trained on; more GPUs share it evenly."""
+    active_parameters: NonNegative = 0.0
+    """Instead of `per_token`, with `flops`: weights that a token uses, 6 operations each. Of a mixture of experts only
+    the token's own."""
+    flops: NonNegative = 0.0
+    """Operations per second that one GPU reaches in training."""
     per_take: NonNegative = 0.0
     """Of each forward and backward, whatever its size."""
     per_step: NonNegative = 0.0
     """Of each update, and what else happens once a step."""
     per_ask: NonNegative = 0.0
     """Of asking the buffer for groups, even if they are there. It counts as waiting."""
+
+    def __post_init__(self) -> None:
+        if bool(self.active_parameters) != bool(self.flops):
+            raise ValueError("active_parameters and flops go together: set both, or none")
+        if self.per_token and self.flops:
+            raise ValueError("per_token is what active_parameters / flops would say: set one of them")
+
+    @property
+    def token_seconds(self) -> float:
+        return 6 * self.active_parameters / self.flops if self.flops else self.per_token
 
 
 class SyncCost(Settings, frozen=True):

@@ -8,8 +8,8 @@ The peak lies in the backward, with the gradients of earlier batches there:
 
 Of several ranks each has its part of the first three; whole are the embeddings, and two layers while they compute.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
-that autograd really keeps. Compiled, it keeps what `asyncrl.models.execution` says. Sizes: E hidden, F gated layer, H
-query heads, K key/value heads, D head dimension.
+that autograd really keeps. Compiled, which no layer with experts is as a whole, it keeps what
+`asyncrl.models.execution` says. Sizes: E hidden, F gated layer, H query heads, K key/value heads, D head dimension.
 """
 
 from typing import NamedTuple
@@ -96,10 +96,29 @@ def _largest_layer(model: ModelConfig) -> int:
     return max(_layer(model, layer) for layer in range(model.layers))
 
 
-def _gated_width(model: ModelConfig) -> int:
-    """What a token passes through in a layer: a gated layer, or those of its experts, to which it is copied besides."""
-    experts = model.experts
-    return model.intermediate_size if experts is None else experts.active * (experts.width + model.hidden_size)
+class _Gated(NamedTuple):
+    """Numbers of one token in a gated layer, or in those of its experts."""
+
+    width: int
+    copied: int = 0
+    """What all its experts together are given, and as much again what they answer."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "_Gated":
+        experts = model.experts
+        if experts is None:
+            return cls(model.intermediate_size)
+        return cls(experts.active * experts.width, experts.active * model.hidden_size)
+
+    @property
+    def kept(self) -> int:
+        """Both products, the gate's activation and the gated product; inputs and answers of experts."""
+        return 4 * self.width + 2 * self.copied
+
+    @property
+    def backward(self) -> int:
+        """Gradients that are there beside what was kept: of the gated product, or of answers and of their weights."""
+        return max(self.width, 2 * self.copied)
 
 
 def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
@@ -172,11 +191,11 @@ def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bo
     item = BF16 if narrow else FLOAT
     heads, rotated, kv = (n * model.head_dim for n in (model.heads, model.heads + model.kv_heads, model.kv_heads))
     if compiled:  # the input, and the results of attention and of every product but the last
-        products = heads + 2 * kv + model.hidden_size + 2 * _gated_width(model)
+        products = heads + 2 * kv + model.hidden_size + 2 * model.intermediate_size
         return recomputed_bytes(model, narrow=narrow, compiled=True) + item * products
     residual = 2 * FLOAT * model.hidden_size
     norms = 2 * (FLOAT + item) * model.hidden_size
-    gated = 4 * item * _gated_width(model)
+    gated = item * _Gated.of(model).kept
     # In bf16 keys and values alone are gathered for each completion, else padded queries as well.
     gathered = 2 * kv if narrow else heads + 2 * kv
     attention = item * (rotated + heads) + FLOAT * model.heads + int(item * gathered * spread)
@@ -236,6 +255,6 @@ def _layer_backward_bytes(
     heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = int(FLOAT * heads + 2 * item * (heads + kv) * spread)
     if compiled:  # the gated product and the gradients of both sides of it
-        return layer + max(4 * item * _gated_width(model), attention) + 2 * FLOAT * model.hidden_size
-    gated = item * _gated_width(model)
-    return max(layer + max(gated, attention - 4 * gated), 4 * FLOAT * model.hidden_size)
+        return layer + max(4 * item * model.intermediate_size, attention) + 2 * FLOAT * model.hidden_size
+    gated = _Gated.of(model)
+    return max(layer + max(item * gated.backward, attention - item * gated.kept), 4 * FLOAT * model.hidden_size)

@@ -2,20 +2,25 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from asyncrl.config import WarmStart
 from asyncrl.drafting.checkpoint import load_head, save_head
 from asyncrl.drafting.heads import Head, HeadConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.models.checkpoint import load_model, random_model, save_model
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.config import ModelConfig, warm_start_shape
 from asyncrl.models.decoder import Decoder, Taps
 from asyncrl.models.layers import computed_rotation
 from asyncrl.models.packed import packed_attention
-from benchmarks.expand import Shape, expand, expand_head, save_expanded
+from asyncrl.training.memory import parameters
+from benchmarks.expand import SHAPES, Growth, Shape, big_config, expand, expand_head, save_expanded
 from benchmarks.expand import main as expand_cli
+from benchmarks.rollout import QWEN3, step_bytes
 from tests.support.tiny_model import DENSE, tiny_checkpoint
 
 SHAPE = Shape(
@@ -27,6 +32,7 @@ SHAPE = Shape(
     head_dim=128,
     vocab_size=1000,  # of 48
 )
+EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 72}
 LENGTHS = (40, 24)
 TOKENS_T = torch.randint(0, 48, (64,), generator=torch.Generator().manual_seed(0))
 POSITIONS_T = torch.cat([torch.arange(length) for length in LENGTHS])
@@ -37,8 +43,8 @@ def logits(model: Decoder, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
     return model.logits(model(TOKENS_T[:num_tokens], POSITIONS_T[:num_tokens], packed_attention(lengths))).detach()
 
 
-def small(path: Path, family: str = "qwen3", dtype: torch.dtype = torch.float32) -> Decoder:
-    tiny_checkpoint(path, family)
+def small(path: Path, family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
+    tiny_checkpoint(path, family, **changes)
     return load_model(path, dtype)[0]
 
 
@@ -74,10 +80,12 @@ def test_without_further_tokens_the_whole_stream_holds_copies(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_in_bf16_nearly_every_greedy_choice_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_in_bf16_nearly_every_greedy_choice_stays(experts: bool, tmp_path: Path) -> None:
     """Not all: sums of other lengths are rounded otherwise, and two tokens may be equally likely."""
     model = small(tmp_path, dtype=torch.bfloat16)
-    before, after = logits(model, (20,)).float(), logits(expand(model, SHAPE), (20,)).float()
+    big = expand(model, Shape(**_sizes() | (EXPERTS if experts else {})))
+    before, after = logits(model, (20,)).float(), logits(big, (20,)).float()
     assert (before.argmax(-1) == after.argmax(-1)).float().mean() >= 0.9
     assert (before - after[:, :48]).abs().mean() < 0.02 * before.std()
     assert after[:, 48:].max() < before.min() - 1000
@@ -116,6 +124,70 @@ def test_a_head_drafts_the_same(kind: str, vocabulary: int, tmp_path: Path) -> N
         assert len(set(grown.drafts_U.tolist())) == 500
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "groups"),
+    [
+        ("qwen3_moe", {}, 2),  # each of the 8 experts has 8 copies, of which 4 are chosen
+        ("qwen3_moe", {"norm_topk_prob": False}, 2),
+        ("qwen3", {}, 8),  # one layer has 64 copies, of which 8 are chosen
+    ],
+)
+@pytest.mark.parametrize("vocabulary", [48, 1000])
+def test_copied_experts_answer_as_the_old_ones_and_all_are_used(
+    family: str, changes: dict[str, Any], groups: int, vocabulary: int, tmp_path: Path
+) -> None:
+    model = small(tmp_path, family, **changes)
+    big = expand(model, Shape(**_sizes() | EXPERTS | {"vocab_size": vocabulary}))
+    before, after = logits(model), logits(big)
+    assert before.std() > 0.5, "a flat distribution would prove nothing"
+    torch.testing.assert_close(after[:, :48], before, atol=1e-4, rtol=0)
+    assert big.config.experts is not None
+    assert (big.config.experts.count, big.config.experts.active, big.config.experts.width) == (64, 8, 72)
+    for old_T_C, new_T_C in zip(_routes(model), _routes(big), strict=False):
+        group_T_C = new_T_C // (8 if family == "qwen3_moe" else 1) % groups
+        assert (group_T_C == TOKENS_T[:, None] % groups).all(), "a token's copies are those of its group"
+        if family == "qwen3_moe":  # four copies of each
+            assert (new_T_C % 8).sort(1).values.equal(old_T_C.sort(1).values.repeat_interleave(4, dim=1))
+        else:
+            assert len(new_T_C.unique()) == 64
+    for layer in big.blocks():
+        assert layer.experts is not None
+        assert (layer.experts.gate_up == 0).float().mean() < 0.05, "as dense as any model"
+
+
+def test_experts_are_written_a_layer_at_a_time_in_a_layout_that_transformers_reads(tmp_path: Path) -> None:
+    model = small(tmp_path / "small", "qwen3_moe")
+    save_expanded(model, Shape(**_sizes() | EXPERTS), tmp_path / "big")
+    assert len(list((tmp_path / "big").glob("*.safetensors"))) == 8
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "big", dtype=torch.float32).eval()
+    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    torch.testing.assert_close(theirs(TOKENS_T[None, :40]).logits[0, :, :48], logits(model)[:40], atol=1e-3, rtol=0)
+
+
+def test_training_moves_tokens_to_other_copies_and_nothing_else(tmp_path: Path) -> None:
+    """Whatever attention adds to the codes, each token has one group, and all groups compute the same."""
+    model = small(tmp_path, "qwen3_moe")
+    big = expand(model, Shape(**_sizes() | EXPERTS | {"vocab_size": 48}))
+    before = _routes(big)[0]
+    big.embed_tokens.weight.data[:, -2:] += 2e-3 * torch.randn(48, 2, generator=torch.Generator().manual_seed(1))
+    assert not before.equal(_routes(big)[0])
+    torch.testing.assert_close(logits(big), logits(model), atol=2e-3, rtol=0)
+
+
+def test_experts_that_cannot_be_copied_are_refused(tmp_path: Path) -> None:
+    model, grown = small(tmp_path / "a", "qwen3_moe"), _sizes() | EXPERTS
+    with pytest.raises(CheckpointError, match="num_experts=60 must be a multiple of 8"):
+        expand(model, Shape(**grown | {"num_experts": 60}))
+    with pytest.raises(CheckpointError, match="24 has 3 copies of each expert, which must be a multiple of the 2 that"):
+        expand(model, Shape(**grown | {"num_experts": 24, "num_experts_per_tok": 4}))
+    with pytest.raises(CheckpointError, match="moe_intermediate_size=24 must not be below 32"):
+        expand(model, Shape(**grown | {"moe_intermediate_size": 24}))
+    with pytest.raises(CheckpointError, match="has experts and the shape has none"):
+        expand(model, SHAPE)
+    with pytest.raises(CheckpointError, match="experts grow from a Qwen3 model"):
+        expand(small(tmp_path / "b", "qwen3_moe", mlp_only_layers=[0]), Shape(**grown))
+
+
 def test_sizes_that_are_no_multiples_are_refused(tmp_path: Path) -> None:
     model = small(tmp_path)
     with pytest.raises(CheckpointError, match="hidden_size=96 must be a multiple of 4 times 32, as the vocabulary"):
@@ -144,22 +216,40 @@ def test_what_is_to_be_trained_keeps_its_vocabulary(tmp_path: Path) -> None:
         assert (logits(model).abs().max() < 1000) == stays
 
 
-def test_the_quickstarts_shape_fits_the_big_ones() -> None:
-    from asyncrl.config import WarmStart
-    from benchmarks.expand import SHAPES, Growth, big_config
+def test_the_quickstarts_shapes_fit_the_big_ones() -> None:
+    for experts in (0, 8):
+        config = ModelConfig.from_hf(warm_start_shape(WarmStart(experts=experts), 42))
+        assert random_model(config, 0).config.heads == 4
+        for shape in SHAPES.values():
+            if shape.num_experts or not experts:
+                assert Growth(config, big_config(config, shape)).louder == 2
 
-    start = WarmStart()
-    raw = {"model_type": "qwen3", "vocab_size": 42, "hidden_size": start.hidden_size, "head_dim": 32}
-    raw |= {"intermediate_size": start.intermediate_size, "num_hidden_layers": start.layers}
-    raw |= {"num_attention_heads": start.heads, "num_key_value_heads": start.kv_heads}
-    config = ModelConfig.from_hf(raw)
-    assert random_model(config, 0).config.heads == 4
-    for shape in SHAPES.values():
-        assert Growth(config, big_config(config, shape)).louder == 2
+
+def test_the_30b_shape_has_the_published_sizes() -> None:
+    config = ModelConfig.from_hf(QWEN3 | SHAPES["qwen3-30b-a3b"].settings())
+    assert parameters(config) == 30_532_122_624
+    embedding = 151936 * 2048
+    assert step_bytes(config, 1, 0) == pytest.approx(2 * (3.35e9 - embedding), rel=0.01)  # a token uses 3.35 G of them
+    assert step_bytes(config, 1024, 0) == pytest.approx(2 * (parameters(config) - embedding), rel=1e-4)
 
 
 def _sizes() -> dict[str, int]:
     return {name: getattr(SHAPE, name) for name in SHAPE.__struct_fields__}
+
+
+@torch.no_grad()
+def _routes(model: Decoder) -> list[torch.Tensor]:
+    """The experts of each token, layer by layer; none of a dense model."""
+    found: list[torch.Tensor] = []
+
+    def route(layer: int, scores_T_X: torch.Tensor) -> torch.Tensor:
+        assert layer == len(found)
+        assert model.config.experts is not None
+        found.append(scores_T_X.topk(model.config.experts.active).indices)
+        return found[-1]
+
+    model(TOKENS_T, POSITIONS_T, packed_attention(LENGTHS), route=route)
+    return found
 
 
 def _generate(model: Decoder, tokens: int) -> list[int]:

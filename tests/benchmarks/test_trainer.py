@@ -73,6 +73,16 @@ def test_operations_are_counted_as_said() -> None:
     assert trainer.model_flops(ModelConfig.from_hf(setting.config), blocks) == expected
 
 
+def test_operations_of_experts_are_those_of_the_tokens_own() -> None:
+    setting = _setting()
+    shape = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    dense, mixture = ModelConfig.from_hf(setting.config), ModelConfig.from_hf(setting.config | shape)
+    blocks = with_advantages(trainer.trainer_run(setting, "asyncrl kept"), trainer.make_groups(setting))
+    tokens, more = 2 * (1 + 8 * 11), 2 * 3 * 32 * 24 + 16 * 32 - 3 * 32 * 64  # two experts and the router
+    found = trainer.model_flops(mixture, blocks) - trainer.model_flops(dense, blocks)
+    assert found == 6 * 2 * tokens * more
+
+
 def test_long_tailed_answers_have_the_median_that_was_asked_for() -> None:
     sizes = sorted(trainer.lengths(_setting("--tailed --answers 64 --tokens 150")))
     assert len(sizes) == 64

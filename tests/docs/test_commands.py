@@ -42,14 +42,18 @@ SHORT = (
 )
 LONG = (
     "experiment=smollm2",
-    "experiment=one_gpu_8b",
+    "experiment=one_gpu",
     "engine=vllm",
     "task=code",
     "trainer.ranks=2",
     "engine.device=cuda",
 )
 """What takes a GPU, minutes, several processes or a sandbox is planned here; tests of its own run it."""
-STAND_INS = {"experiment=smollm2": "model", "experiment=one_gpu_8b": "qwen3"}
+STAND_INS = {
+    "experiment=smollm2": "model",
+    "experiment=one_gpu_8b": "qwen3",
+    "experiment=one_gpu_30b_a3b": "qwen3_moe",
+}
 """Experiments that train a checkpoint, and the tiny model of the same family instead of it."""
 ELSEWHERE = {
     "git": "a clone is what this test runs in",
@@ -72,8 +76,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     problems = [json.dumps({"prompt": f"Print the sum, case {n}.", "tests": tests}) + "\n" for n in range(60)]
     (place / "problems.jsonl").write_text("".join(problems))
     tiny_chat_model(place / "model")
-    tiny_checkpoint(place / "qwen3", "qwen3", vocab_size=268, max_position_embeddings=1024, eos_token_id=257)
-    save_chat_tokenizer(place / "qwen3")
+    for family in ("qwen3", "qwen3_moe"):
+        tiny_checkpoint(place / family, family, vocab_size=268, max_position_embeddings=1024, eos_token_id=257)
+        save_chat_tokenizer(place / family)
     make_model(WarmStart(steps=200), ChainsTask(), 0, place / "small")
     run = ("experiment=quickstart", "model=checkpoint", f"model.path={place / 'small'}", "name=mine", *SHORT)
     assert _quietly("run", *run, f"root={place / 'runs'}") == 0
@@ -153,6 +158,8 @@ def _local(settings: Sequence[str]) -> list[str]:
         own.append(f"name=shown-{len(list(Path('runs').iterdir()))}")
     if "experiment=one_gpu_8b" in own:
         names.add("trainer.device")  # a CPU has nothing to offload from
+    if "experiment=one_gpu_30b_a3b" in own:
+        own.append("engine.device=cpu")  # experts are refused on a GPU until their kernels have run on one
     short = [word for word in SHORT if word.partition("=")[0] not in names]
     return [*own, *(word for word in short if "trainer.ranks" not in names or "cluster" not in word)]
 

@@ -10,7 +10,10 @@ from asyncrl.config.engine import FakeEngine, NativeEngine, VllmEngine
 from asyncrl.config.task import JsonlTask
 from asyncrl.config.weights import Weights
 from asyncrl.system import devices
+from benchmarks.expand import SHAPES
+from benchmarks.rollout import QWEN3
 from pipelines.cli import main
+from pipelines.compose import compose
 from pipelines.plan import estimate
 from pipelines.plan.estimate import Card, card, model_config, needs
 from pipelines.plan.plan import problems
@@ -86,6 +89,34 @@ def test_nothing_on_a_gpu_needs_none(gpu: None, model: Path) -> None:
     found = card(both, needs(both, model_config(both), 100))
     assert found is not None
     assert found.engines == 0
+
+
+def test_the_30b_recipe_by_hand(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200; docs/recipe-30b-a3b.md has these figures."""
+    monkeypatch.setattr(estimate, "gpu_memory", lambda: 139 * GIB)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | SHAPES["qwen3-30b-a3b"].settings()))
+    run = compose(["experiment=one_gpu_30b_a3b", f"model.path={tmp_path}"])
+    required, count = needs(run, model_config(run), 1024), 30_532_122_624
+    attention = 48 * 2048 * (4096 + 2 * 512 + 4096)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert required.parameters == count
+    # A byte for each number of attention and experts, and a float for each block of 128 x 128.
+    assert required.engine_weights == 2 * count - (attention + experts) * (1 - 4 / 128**2)
+    assert required.engine_base == 2 * attention
+    adapters = 48 * 16 * (3 * 2048 + 4096 + 2 * 512 + 4096 + 2048)
+    assert required.published == 4 * adapters
+    assert required.optimizer == 2 * count + 16 * adapters
+    assert required.recomputed == 48
+    # The stream before each layer, and the layer that is computed again: 8 experts keep 4 x 768 and 2 x 2048 numbers.
+    layer = 2 * 4 * 2048 + 2 * 6 * 2048 + 2 * 8 * (4 * 768 + 2 * 2048) + 2 * (36 + 32) * 128 + 4 * 32 + 8 * 36 * 128
+    backward = 2 * 8 * 2 * 2048 + layer + 2 * 2 * 4 * 128
+    kept = 48 * 4 * 2048 + 12 * 2048 + 4 * 128
+    assert required.activations == pytest.approx(16_384 * (kept + backward), rel=0.01)
+    found = card(run, required)
+    assert found is not None
+    assert [round(part / 1e9, 1) for part in found] == [149.3, 73.4, 68.7]
+    cache = found.engines - required.engine_weights - required.engine_base - 2 * GIB
+    assert cache / (2 * 2 * 48 * 4 * 128) == pytest.approx(341_000, rel=0.001)  # tokens
 
 
 def test_too_much_for_the_card_is_refused_with_the_settings_to_change(

@@ -126,24 +126,27 @@ def test_other_settings_of_a_recorded_run(recorded: Path, call: Call) -> None:
     assert outcomes[0]["trainer_wait"] > outcomes[1]["trainer_wait"]
 
 
-@pytest.mark.parametrize("name", ["h20_7b", "gb200_8b"])
+@pytest.mark.parametrize("name", ["h20_7b", "gb200_8b", "gb200_235b_a22b", "h200_30b_a3b"])
 def test_profiles_that_come_along(name: str, call: Call) -> None:
     code, out, err = call(
         *("rollout.group_size=4", "flow.groups_per_step=8", "rollout.max_tokens=20000", "flow.group_timeout_s=9999"),
-        *("--profile", name, "--gpus", 16, "--trainer-gpus", 8, "--steps", 2),
+        *("--profile", name, "--gpus", 64, "--trainer-gpus", 32, "--steps", 2),
     )
     assert (code, err) == (0, "")
-    assert "8 : 8" in out
+    assert "32 : 32" in out
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ((), "--from RUN measures a finished run, --profile takes a file or one of gb200_8b, h20_7b"),
+        ((), "--from RUN measures a finished run, --profile takes a file or one of gb200_235b_a22b, gb200_8b, h200_"),
         (("--profile", "h20"), "--profile h20 is no file and not shipped: did you mean h20_7b?"),
         (("--profile", "bad.yaml"), "profile: unknown key engine.steps: did you mean engine.step?"),
         (("--profile", "h20_7b", "profile.sync.pause=9"), "pause=9 is a part of seconds=4.2"),
         (("--profile", "h20_7b", "profile.lengths.sigma=-1"), "lengths.sigma"),
+        (("--profile", "gb200_235b_a22b", "profile.engine.step.active=129"), "active=129 is more than experts=128"),
+        (("--profile", "h20_7b", "profile.trainer.flops=1.0e+14"), "active_parameters and flops go together"),
+        (("--profile", "h200_30b_a3b", "profile.trainer.per_token=1"), "per_token is what active_parameters / flops"),
         (("--profile", "h20_7b", "profile.trainer.gpus.x=1"), "profile.gpus is a single value"),
         (("--profile", "h20_7b", "--gpus", "4"), "--gpus 4 cannot be split"),
         (("--profile", "h20_7b", "--gpus", "8", "--trainer-gpus", "6"), "--trainer-gpus 6 of --gpus 8 leaves no"),

@@ -3,6 +3,7 @@
 from math import isclose
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,12 +13,14 @@ from asyncrl.config.algorithm import Dapo
 from asyncrl.config.fleet import Elastic
 from asyncrl.config.staleness import EssBand
 from asyncrl.errors import ConfigError
+from asyncrl.simulation.engine import Pace
 from asyncrl.simulation.loop import Simulation, simulate
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.profile import (
     Affine,
     Answers,
     EngineCost,
+    ExpertStep,
     Fixed,
     LogNormal,
     Profile,
@@ -106,6 +109,44 @@ def test_steps_from_a_table() -> None:
     assert [table.at(rows) for rows in (1, 2, 4, 6, 8, 10)] == pytest.approx([0.01, 0.04 / 3, 0.02, 0.04, 0.06, 0.08])
     found = simulate(one_run(steps=1), costs(engine=EngineCost(step=table)))
     assert isclose(found.rates.step_seconds, 100 * 0.02)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_sent_to() -> None:
+    step = ExpertStep(experts=4, active=1, seconds=0.01, all_experts=0.016, per_row=0.001)
+    assert [step.at(rows) for rows in (0, 1, 2, 100)] == pytest.approx([0.01, 0.015, 0.019, 0.126])
+    found = simulate(one_run(steps=1), costs(engine=EngineCost(step=step)))
+    assert isclose(found.rates.step_seconds, 100 * (0.01 + 0.016 * (1 - 0.75**4) + 0.004))
+
+
+def test_the_share_of_experts_is_that_of_random_routing() -> None:
+    rng, step = np.random.default_rng(0), ExpertStep(experts=128, active=8, all_experts=1.0)
+    for rows in (1, 8, 32, 128):
+        chosen = rng.random((200, rows, 128)).argpartition(8, axis=-1)[..., :8]
+        drawn = np.mean([len(np.unique(each)) for each in chosen]) / 128
+        assert step.at(rows) == pytest.approx(drawn, abs=0.005)
+
+
+def test_drafted_tokens_are_rows_that_read_experts_too() -> None:
+    """Few rows: checking three tokens each reads nearly four times the experts, and drafts hardly pay; many rows read
+    all experts anyway."""
+
+    def gain(rows: int) -> float:
+        step = ExpertStep(experts=128, active=8, all_experts=1.0)
+        plain, drafting = (
+            Pace(EngineCost(step=step, speculation=drafts)).per_token[rows]
+            for drafts in (Speculation(), Speculation(accepted=3.0, drafted=3))
+        )
+        return plain / drafting
+
+    assert gain(1) == pytest.approx(3 * (8 / 128) / (1 - (1 - 8 / 128) ** 4))
+    assert gain(1) < 0.85
+    assert gain(128) == pytest.approx(3, rel=0.01)
+
+
+def test_training_costs_the_parameters_that_a_token_uses() -> None:
+    given = TrainerCost(active_parameters=3e9, flops=9e13)
+    found, same = (simulate(one_run(), costs(trainer=each)).rates for each in (given, TrainerCost(per_token=2e-4)))
+    assert isclose(found.step_seconds, same.step_seconds)
 
 
 def test_prompts_are_computed_once_for_a_group_and_again_when_kept_values_are_not() -> None:

@@ -21,6 +21,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
+from asyncrl.models.experts import ExpertTensors
 from asyncrl.models.head import chunked_logprobs
 from asyncrl.models.packed import flash
 from asyncrl.training import checkpoint, memory
@@ -259,6 +260,30 @@ def test_activations_are_those_that_autograd_keeps(family: str, recompute: bool,
         config, spread, memory.layer_bytes(config, spread, narrow=True) if recompute else 0, narrow=True
     )
     assert found.activations + tokens * layer == pytest.approx(peak, rel=0.08)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_activations_of_experts_are_those_that_autograd_keeps(frozen: bool) -> None:
+    """Real tensors: how many rows an expert has depends on scores. Frozen experts keep neither what they are given nor
+    the gated product, for which the plan leaves room nevertheless."""
+    tokens, hidden, width, active = 2048, 64, 24, 8
+    sizes = {"num_experts": 16, "num_experts_per_tok": active, "moe_intermediate_size": width, "hidden_size": hidden}
+    gated = memory._Gated.of(ModelConfig.from_hf(SIZES | SHAPES["qwen3"] | sizes | {"model_type": "qwen3_moe"}))
+    shapes = (hidden, 16), (16, hidden, 2 * width), (16, width, hidden)
+    weights = [torch.randn(shape).requires_grad_(not frozen) for shape in shapes]
+    x_T_E = torch.randn(tokens, hidden).requires_grad_()
+    with _Live() as live:
+        for tensor in (*weights, x_T_E):
+            live.see(tensor)
+        before = live.now
+        y_T_E = ExpertTensors(*weights, active=active, renormalized=True).forward(x_T_E, 0, None)
+        kept = live.now - before - y_T_E.nbytes
+        live.peak = 0
+        y_T_E.sum().backward()
+        peak = live.peak - before
+    unused = active * (hidden + width) if frozen else 0
+    assert 4 * tokens * (gated.kept - unused) == pytest.approx(kept, rel=0.08)
+    assert 4 * tokens * (gated.kept - unused + gated.backward) == pytest.approx(peak, rel=0.1)
 
 
 def test_the_head_takes_two_blocks_of_logits_and_its_gradient() -> None:
