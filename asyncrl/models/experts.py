@@ -8,6 +8,9 @@ Which experts are chosen has no gradient; the weights of the chosen ones have, a
 asked instead of the scores where the choice was made before: in training, by the engine that sampled the token. It is
 asked by the number of the layer, so a layer that is computed again in the backward chooses the same.
 
+On a GPU in bf16 the rows of all experts are multiplied by one kernel (`asyncrl.models.grouped`), else those of one
+expert after the other.
+
 Axis suffixes as in `asyncrl.models.decoder`, and X experts, C chosen experts of a token, R rows: a token once for each
 of its experts, sorted by expert.
 """
@@ -18,6 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from asyncrl.models import grouped
+from asyncrl.models.adapters import UNCHANGED, Changes, LowRank, changed
 
 Route = Callable[[int, Tensor], Tensor]
 """(layer, scores_T_X) -> chosen_T_C: the experts of each token."""
@@ -34,14 +40,23 @@ class ExpertTensors(NamedTuple):
     active: int
     renormalized: bool
 
-    def forward(self, x_T_E: Tensor, layer: int, route: Route | None, between: Between | None = None) -> Tensor:
+    def forward(
+        self,
+        x_T_E: Tensor,
+        layer: int,
+        route: Route | None,
+        between: Between | None = None,
+        changes: Changes = UNCHANGED,
+    ) -> Tensor:
         """`x_T_E` is normalised."""
         scores_T_X = self.scores(x_T_E)
         chosen_T_C = self.best(scores_T_X) if route is None else route(layer, scores_T_X)
         weight_T_C = scores_T_X.gather(1, chosen_T_C)
         if self.renormalized:
             weight_T_C = weight_T_C / weight_T_C.sum(1, keepdim=True)
-        y_T_C_E = self._answers(x_T_E, chosen_T_C, between)
+        together = grouped.has_kernel(x_T_E, *self.gate_up_X_E_F.shape[1:], self.down_X_F_E.shape[1])
+        answers = self._grouped_answers if together else self._looped_answers
+        y_T_C_E = answers(x_T_E, chosen_T_C, between, changes)
         return (y_T_C_E * weight_T_C.to(y_T_C_E.dtype)[..., None]).sum(1)
 
     def scores(self, x_T_E: Tensor) -> Tensor:
@@ -52,9 +67,16 @@ class ExpertTensors(NamedTuple):
     def best(self, scores_T_X: Tensor) -> Tensor:
         return scores_T_X.topk(self.active, dim=-1).indices
 
-    def _answers(self, x_T_E: Tensor, chosen_T_C: Tensor, between: Between | None) -> Tensor:
-        """Of each chosen expert. Rows go back to their tokens by their places, not by adding up in any order, so that
-        the same batch gives the same sums."""
+    def _grouped_answers(self, x_T_E: Tensor, chosen_T_C: Tensor, between: Between | None, changes: Changes) -> Tensor:
+        """Of each chosen expert, in bf16."""
+        groups = grouped.Groups.of(chosen_T_C, len(self.gate_up_X_E_F))
+        x_R_E = groups.rows(x_T_E.bfloat16())
+        y_R_F = _gated(groups.changed_product(x_R_E, self.gate_up_X_E_F, changes.gate_up), between)
+        return groups.back(groups.changed_product(y_R_F, self.down_X_F_E, changes.down))
+
+    def _looped_answers(self, x_T_E: Tensor, chosen_T_C: Tensor, between: Between | None, changes: Changes) -> Tensor:
+        """The same. Rows go back to their tokens by their places, not by adding up in any order, so that the same batch
+        gives the same sums."""
         tokens, chosen = chosen_T_C.shape
         order_R = chosen_T_C.flatten().argsort(stable=True)
         x_R_E = x_T_E[order_R // chosen]
@@ -62,7 +84,17 @@ class ExpertTensors(NamedTuple):
         found: list[Tensor] = []
         for expert, rows_E in enumerate(x_R_E.split(counts)):
             if len(rows_E):
-                gate_F, up_F = (rows_E @ self.gate_up_X_E_F[expert]).chunk(2, dim=-1)
-                y_F = F.silu(gate_F) * up_F
-                found.append((y_F if between is None else between(y_F)) @ self.down_X_F_E[expert])
+                gate_up_F = changed(rows_E @ self.gate_up_X_E_F[expert], rows_E, _of(changes.gate_up, expert))
+                y_F = _gated(gate_up_F, between)
+                found.append(changed(y_F @ self.down_X_F_E[expert], y_F, _of(changes.down, expert)))
         return torch.cat(found)[order_R.argsort()].view(tokens, chosen, -1)
+
+
+def _gated(gate_up_R_F: Tensor, between: Between | None) -> Tensor:
+    gate_R_F, up_R_F = gate_up_R_F.chunk(2, dim=-1)
+    y_R_F = F.silu(gate_R_F) * up_R_F
+    return y_R_F if between is None else between(y_R_F)
+
+
+def _of(change: LowRank | None, expert: int) -> LowRank | None:
+    return None if change is None else LowRank(change.down_E_R[expert], change.up_R_X[expert])
