@@ -17,7 +17,7 @@ from typing import NamedTuple
 from asyncrl.config import Run
 from asyncrl.config.trainer import Lora
 from asyncrl.config.weights import published_adapters
-from asyncrl.models.config import ModelConfig, gated_shapes, projection_shapes
+from asyncrl.models.config import GATED, ModelConfig, matrices
 from asyncrl.precision.memory import footprint
 
 FLOAT = 4
@@ -81,7 +81,7 @@ def _layer(model: ModelConfig, layer: int) -> int:
     hidden, heads, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = hidden * (heads + 2 * kv) + heads * hidden
     experts = model.experts_of(layer)
-    mlp = sum(outputs * inputs for outputs, inputs in gated_shapes(model, layer))
+    mlp = sum(outputs * inputs for outputs, inputs in matrices(model, layer, GATED))
     mlp += 0 if experts is None else experts.count * hidden
     norms = 2 * hidden + model.qk_norm * 2 * model.head_dim
     biases = (
@@ -162,9 +162,9 @@ def _held(run: Run, model: ModelConfig, *, narrow: bool) -> _Held:
 
 
 def adapter_parameters(lora: Lora, model: ModelConfig) -> int:
-    """A and B of every target in every layer."""
-    shapes = projection_shapes(model)
-    return lora.rank * model.layers * sum(sum(shape) for name, shape in shapes.items() if name in lora.targets)
+    """A and B of every target in every layer, and of every expert."""
+    layers = range(model.layers)
+    return lora.rank * sum(sum(shape) for layer in layers for shape in matrices(model, layer, lora.targets))
 
 
 def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bool = False) -> int:

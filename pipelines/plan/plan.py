@@ -17,7 +17,7 @@ from asyncrl.config.user_code import Called, stages
 from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
-from asyncrl.models.config import ATTENTION, ModelConfig
+from asyncrl.models.config import ModelConfig
 from asyncrl.models.routes import replayed_shape
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
@@ -182,11 +182,6 @@ def _router_replay(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:
 
 def _experts(run: Run, hidden_size: int) -> Iterator[str]:
     """What a mixture of experts cannot do yet."""
-    if run.trainer.lora.rank and not set(run.trainer.lora.targets) <= set(ATTENTION):
-        yield (
-            f"trainer.lora.targets={list(run.trainer.lora.targets)}: experts have no adapters; set "
-            f"trainer.lora.targets=[{','.join(ATTENTION)}]"
-        )
     elsewhere = run.cluster not in ("local", "inprocess")  # what engines there compute on is not known here
     yield from run.engine.expert_problems(run.rollout.precision, hidden_size, gpu=elsewhere or has_gpu())
 

@@ -7,17 +7,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.models import grouped
-from asyncrl.models.adapters import UNCHANGED, Changes, LowRank
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.execution import Execution
-from asyncrl.models.experts import ExpertTensors
 from asyncrl.models.packed import packed_attention
+from tests.support.experts import EMPTY, EXPERTS, answer_and_gradients, random_leaves
 from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-EXPERTS, HIDDEN, WIDTH, RANK = 6, 32, 24, 3
-EMPTY = 2
-"""The expert that nobody chooses."""
 
 
 def _always(*_: object) -> bool:
@@ -30,63 +26,17 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "has_kernel", _always)
 
 
-def _random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
-
-
-def _leaves(*, adapted: bool) -> dict[str, Tensor]:
-    """Numbers of bf16, in fp32."""
-    found = {
-        "x": _random(13, HIDDEN, seed=0),
-        "gate_up": _random(EXPERTS * 2 * WIDTH, HIDDEN, seed=1) / 6,
-        "down": _random(EXPERTS * HIDDEN, WIDTH, seed=2) / 5,
-    }
-    if adapted:
-        found |= {
-            "gate_up_A": _random(EXPERTS, HIDDEN, RANK, seed=3) / 6,
-            "gate_up_B": _random(EXPERTS, RANK, 2 * WIDTH, seed=4) / 2,
-            "down_A": _random(EXPERTS, WIDTH, RANK, seed=5) / 5,
-            "down_B": _random(EXPERTS, RANK, HIDDEN, seed=6) / 2,
-        }
-    return found
-
-
-def _answer(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the gradients of some loss."""
-    held = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
-    experts = ExpertTensors(
-        router_E_X=_random(HIDDEN, EXPERTS, seed=7),
-        gate_up_X_E_F=held["gate_up"].view(EXPERTS, 2 * WIDTH, HIDDEN).transpose(1, 2),
-        down_X_F_E=held["down"].view(EXPERTS, HIDDEN, WIDTH).transpose(1, 2),
-        active=3,
-        renormalized=True,
-    )
-    changes = UNCHANGED
-    if "down_A" in held:
-        changes = Changes(
-            None, None, LowRank(held["gate_up_A"], held["gate_up_B"]), LowRank(held["down_A"], held["down_B"])
-        )
-
-    def route(_: int, scores_T_X: Tensor) -> Tensor:
-        others_T_X = scores_T_X.float().index_fill(1, torch.tensor([EMPTY]), 0.0)
-        return others_T_X.topk(3, dim=-1).indices
-
-    y_T_E = experts.forward(held["x"], 0, route, changes=changes)
-    (y_T_E.float() * _random(13, HIDDEN, seed=8)).sum().backward()
-    return y_T_E.detach().float(), {name: leaf.grad.float() for name, leaf in held.items() if leaf.grad is not None}
-
-
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapters of a rank that is no multiple of 8"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_values_and_gradients_are_those_of_the_loop_in_fp32(
     adapted: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leaves = _leaves(adapted=adapted)
-    wanted, gradients = _answer(leaves)
+    leaves = random_leaves(adapted=adapted)
+    wanted, gradients = answer_and_gradients(leaves)
     monkeypatch.setattr(grouped, "has_kernel", _always)
     held = leaves if autocast else {name: leaf.bfloat16() for name, leaf in leaves.items()}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found, of_found = _answer(held)
+        found, of_found = answer_and_gradients(held)
     assert (found - wanted).norm() < 0.01 * wanted.norm()
     assert of_found.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -107,7 +57,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero_whatever_the_kernel_leav
         return found
 
     monkeypatch.setattr(grouped, "grouped_mm", leaving)
-    _, gradients = _answer({name: leaf.bfloat16() for name, leaf in _leaves(adapted=True).items()})
+    _, gradients = answer_and_gradients({name: leaf.bfloat16() for name, leaf in random_leaves(adapted=True).items()})
     assert all(gradient.isfinite().all() for gradient in gradients.values())
     of_experts = {name: gradient.view(EXPERTS, -1) for name, gradient in gradients.items() if name != "x"}
     for gradient in of_experts.values():

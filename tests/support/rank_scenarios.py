@@ -137,11 +137,16 @@ def _same(a: Learner, b: Learner) -> None:
 
 def adapters(ranks: Ranks, folder: Path) -> None:
     """LoRA: the same steps, files and publications."""
+    for model in (UNTIED, EXPERTS):
+        _adapters(ranks, folder, model)
+
+
+def _adapters(ranks: Ranks, folder: Path, model: str) -> None:
     run = msgspec.structs.replace(RUN, trainer=Trainer(lr=1e-2, lora=Lora(rank=2, targets=("q_proj", "down_proj"))))
-    one, several = _both(folder, ranks, run, UNTIED)
+    one, several = _both(folder, ranks, run, model)
     for seed in range(3):
         assert abs(_train(one, make_groups(2, seed)) - _train(several, make_groups(2, seed))) < 1e-5
-    saved = checkpoint.save(several, folder / "adapted", MANIFEST, model_path=folder / UNTIED, keep=1)
+    saved = checkpoint.save(several, folder / f"adapted-{model}", MANIFEST, model_path=folder / model, keep=1)
     checkpoint.restore(one, saved)
     source = several.source(torch.float32, adapters_only=True)
     specs, _ = source.layout()
