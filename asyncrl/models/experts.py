@@ -31,6 +31,30 @@ Between = Callable[[Tensor], Tensor]
 """What becomes of the gated products before they are projected back."""
 
 
+class Routing(NamedTuple):
+    """What the routers of all layers made of the tokens of a forward. L counts the layers with experts."""
+
+    load_L_X: Tensor
+    """How often each expert was chosen."""
+    scores_L_X: Tensor | None
+    """Summed over the tokens, with gradients; None where nobody needs them."""
+    tokens: int
+    rerouted_T: Tensor | None
+    """In what share of the layers each token has replayed experts, which the router would not choose; None where it
+    chooses."""
+
+    def balance_loss(self) -> Tensor:
+        """1 where all experts are equally busy, and up to X / C; the load-balancing loss of the Switch Transformer as
+        transformers has it: shares of the tokens times mean scores, both over all layers."""
+        assert self.scores_L_X is not None
+        layers, experts = self.load_L_X.shape
+        share_X, score_X = (
+            self.load_L_X.sum(0) / (layers * self.tokens),
+            self.scores_L_X.sum(0) / (layers * self.tokens),
+        )
+        return experts * (share_X * score_X).sum()
+
+
 class ExpertTensors(NamedTuple):
     """Of one layer. Matrices are inputs by outputs, as in `LayerTensors`."""
 

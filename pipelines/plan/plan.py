@@ -152,6 +152,11 @@ def _model(run: Run) -> Iterator[str]:
     yield from _router_replay(run, model, longest)
     if model.experts is not None:
         yield from _experts(run, model.hidden_size)
+    elif run.algorithm.router_aux_loss:
+        yield (
+            f"algorithm.router_aux_loss={run.algorithm.router_aux_loss:g} balances the load of experts, and the model "
+            "has none: set algorithm.router_aux_loss=0"
+        )
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
