@@ -44,8 +44,8 @@ class Routing(NamedTuple):
     chooses."""
 
     def balance_loss(self) -> Tensor:
-        """1 where all experts are equally busy, and up to X / C; the load-balancing loss of the Switch Transformer as
-        transformers has it: shares of the tokens times mean scores, both over all layers."""
+        """The load-balancing loss of the Switch Transformer as transformers has it: the share of the tokens that each
+        expert gets times its mean score, both over all layers. C where all are equally busy, and up to X."""
         assert self.scores_L_X is not None
         layers, experts = self.load_L_X.shape
         share_X, score_X = (

@@ -200,7 +200,7 @@ class RankStats:
     sums: dict[str, float]
     observed: list[Observed]
     off_policy: OffPolicy | None
-    expert_load: Tensor | None
+    expert_load: Tensor | None = None
     """How often each expert was chosen, by layer; None without experts, and where nothing was computed."""
 
 

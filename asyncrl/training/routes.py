@@ -1,4 +1,4 @@
-"""Routes in the trainer's forward: replayed from an engine (asyncrl.models.routes) or its own, and what they amount to."""
+"""Routes in the trainer's forward: replayed from an engine (asyncrl.models.routes) or its own, and their loads."""
 
 import torch
 from torch import Tensor

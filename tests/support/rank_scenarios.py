@@ -70,11 +70,14 @@ def bf16_gradients(ranks: Ranks, folder: Path) -> None:
 
 
 def algorithms(ranks: Ranks, folder: Path) -> None:
-    """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised."""
+    """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised, experts
+    whose loads are figures."""
     chosen: list[Algorithm] = [Ppo(critic_warmup_steps=0), ReinforcePp(kl=Kl(coefficient=0.1, placement="reward"))]
     normalized = msgspec.structs.replace(RUN, correction=Importance(reject=(), batch_normalize=True))
-    for run in (normalized, *(msgspec.structs.replace(RUN, algorithm=algorithm) for algorithm in chosen)):
-        one, several = _both(folder, ranks, run)
+    scenes = [(normalized, TIED), (RUN, EXPERTS)]
+    scenes += [(msgspec.structs.replace(RUN, algorithm=algorithm), TIED) for algorithm in chosen]
+    for run, model in scenes:
+        one, several = _both(folder, ranks, run, model)
         for seed in range(2):
             groups = make_groups(3, seed)
             for learner in (one, several):
@@ -85,7 +88,9 @@ def algorithms(ranks: Ranks, folder: Path) -> None:
             assert abs(mine.loss - theirs.loss) < 1e-5
             assert abs(mine.grad_norm - theirs.grad_norm) < 1e-4
             for name, value in mine.figures.items():
-                assert abs(value - theirs.figures[name]) < 1e-4 * max(1, abs(value)), name
+                # Ranks that share a group both compute its prompt.
+                tolerance = 0.1 if name == "expert_load_max" else 1e-4
+                assert abs(value - theirs.figures[name]) < tolerance * max(1, abs(value)), name
             assert [share.tokens for share in mine.shares] == [share.tokens for share in theirs.shares]
             furthest, found = mine.off_policy, theirs.off_policy
             assert furthest is not None

@@ -16,7 +16,6 @@ from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.errors import RouteError
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.experts import Route
 from asyncrl.models.packed import packed_attention
 from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import PackedBatch, block, pack
