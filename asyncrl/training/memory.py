@@ -29,6 +29,8 @@ VERSIONS = 2
 """Versions of the weights that lie where engines read them: the one that they load, and the next."""
 STAGED = 3 << 25
 """Numbers of offloaded state that visit the GPU at a time (asyncrl.training.adamw)."""
+ROUTE = 64
+"""Of one chosen expert of one token: indices in 8 bytes each, and weights."""
 AUTO_SPREAD = 2.0
 AUTO_SHARE = 0.8
 """`checkpoint_activations=auto` keeps the activations of as many layers as fit into so much of the trainer's part."""
@@ -100,6 +102,16 @@ def _gated_width(model: ModelConfig) -> int:
     """What a token passes through in a layer: a gated layer, or those of its experts, to which it is copied besides."""
     experts = model.experts
     return model.intermediate_size if experts is None else experts.active * (experts.width + model.hidden_size)
+
+
+def _gated_bytes(model: ModelConfig, item: int) -> int:
+    """What a gated layer keeps of one token, or its experts, each of which has its copy and its answer."""
+    experts = model.experts
+    if experts is None:
+        return 4 * item * model.intermediate_size
+    # The router reads the normalised state in fp32; scores, chosen experts, their weights and places take the rest.
+    router = (FLOAT - item) * model.hidden_size + FLOAT * experts.count + ROUTE * experts.active
+    return item * experts.active * (4 * experts.width + 2 * model.hidden_size) + router
 
 
 def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
@@ -176,7 +188,7 @@ def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bo
         return recomputed_bytes(model, narrow=narrow, compiled=True) + item * products
     residual = 2 * FLOAT * model.hidden_size
     norms = 2 * (FLOAT + item) * model.hidden_size
-    gated = 4 * item * _gated_width(model)
+    gated = _gated_bytes(model, item)
     # In bf16 keys and values alone are gathered for each completion, else padded queries as well.
     gathered = 2 * kv if narrow else heads + 2 * kv
     attention = item * (rotated + heads) + FLOAT * model.heads + int(item * gathered * spread)

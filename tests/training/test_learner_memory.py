@@ -18,6 +18,7 @@ from asyncrl.config.algorithm import Grpo, Importance, Kl, Ppo
 from asyncrl.config.drafter import DrafterTraining
 from asyncrl.config.engine import FakeEngine, VllmEngine
 from asyncrl.errors import CheckpointError
+from asyncrl.models import grouped
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
@@ -38,6 +39,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 SHAPES = {
     "llama": {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+    },
 }
 SIZES = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
 SMOLLM2 = ModelConfig.from_hf(tiny_model.SMOLLM2)
@@ -232,9 +242,15 @@ def _attention(tokens: int, spread: int) -> Callable[[int, Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("spread", [1, 3])
-def test_activations_are_those_that_autograd_keeps(family: str, recompute: bool, spread: int) -> None:
+def test_activations_are_those_that_autograd_keeps(
+    family: str, recompute: bool, spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(grouped, "has_kernel", always)  # as on a GPU
     tokens = 2048
     config = ModelConfig.from_hf(SIZES | SHAPES[family])
     model = Decoder(config, torch.bfloat16)
