@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 from torch.func import functional_call
@@ -109,6 +110,19 @@ def test_files_have_a_name_for_each_expert_and_none_for_the_router(tmp_path: Pat
     theirs = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0]
+        torch.testing.assert_close(learner.model.logits(_hidden(learner.model)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # peft packs experts, as transformers
+def test_the_saved_adapter_is_the_same_model_under_peft(tmp_path: Path) -> None:
+    theirs = tiny_checkpoint(tmp_path / "base", "qwen3_moe")
+    learner = _learner(tmp_path / "base")
+    _train(learner)
+    saved = checkpoint.save(learner, tmp_path / "saved", MANIFEST, model_path=tmp_path / "base", keep=1)
+    with torch.no_grad():
+        before = theirs(torch.tensor([TOKENS])).logits[0]
+        expected = PeftModel.from_pretrained(theirs, saved / "adapter")(torch.tensor([TOKENS])).logits[0]
+        assert not torch.allclose(before, expected, atol=1e-2)
         torch.testing.assert_close(learner.model.logits(_hidden(learner.model)), expected, atol=1e-4, rtol=1e-4)
 
 
