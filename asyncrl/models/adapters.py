@@ -101,7 +101,8 @@ class Adapters(nn.Module):
         if not found:
             return None
         down_R_E = torch.cat([adapter.by_expert(adapter.A) for adapter in found.values()], dim=-2)
-        ups, rank, all_ranks = list[Tensor](), 0, down_R_E.shape[-2]
+        rank, all_ranks = 0, down_R_E.shape[-2]
+        ups: list[Tensor] = []
         for name in names:
             if name in found:
                 up_X_R = found[name].by_expert(found[name].scaled())

@@ -17,6 +17,7 @@ from asyncrl.config import Run, Trainer
 from asyncrl.config.algorithm import Grpo, Importance, Kl, Ppo
 from asyncrl.config.drafter import DrafterTraining
 from asyncrl.config.engine import FakeEngine, VllmEngine
+from asyncrl.config.trainer import Lora
 from asyncrl.errors import CheckpointError
 from asyncrl.models import grouped
 from asyncrl.models.config import ModelConfig
@@ -168,6 +169,22 @@ def test_compiled_gradients_are_those_of_the_plain_path(layers: int, model_path:
         for compile in ("off", "on")
     )
     expected, found = (_trained(learner, make_groups(6)) for learner in (plain, compiled))
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_compiled_gradients_of_adapters_are_those_of_the_plain_path(family: str, tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, family)
+    targets: Any = ("q_proj", "v_proj", "up_proj", "down_proj")
+    plain, compiled = (
+        _learner(tmp_path, compile=compile, token_budget=120, lora=Lora(rank=4, targets=targets))
+        for compile in ("off", "on")
+    )
+    expected, found = (_trained(learner, make_groups(3)) for learner in (plain, compiled))
+    assert any(gradient.any() for gradient in expected)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
 
