@@ -32,27 +32,16 @@ Between = Callable[[Tensor], Tensor]
 
 
 class Routing(NamedTuple):
-    """What the routers of all layers made of the tokens of a forward. L counts the layers with experts."""
+    """What the routers of all layers with experts did in a forward. Figures are about the tokens that samples were
+    predicted from, so that they do not depend on how a step is cut into batches."""
 
-    load_L_X: Tensor
-    """How often each expert was chosen."""
-    scores_L_X: Tensor | None
-    """Summed over the tokens, with gradients; None where nobody needs them."""
-    tokens: int
-    rerouted_T: Tensor | None
-    """In what share of the layers each token has replayed experts, which the router would not choose; None where it
-    chooses."""
-
-    def balance_loss(self) -> Tensor:
-        """The load-balancing loss of the Switch Transformer as transformers has it: the share of the tokens that each
-        expert gets times its mean score, both over all layers. C where all are equally busy, and up to X."""
-        assert self.scores_L_X is not None
-        layers, experts = self.load_L_X.shape
-        share_X, score_X = (
-            self.load_L_X.sum(0) / (layers * self.tokens),
-            self.scores_L_X.sum(0) / (layers * self.tokens),
-        )
-        return experts * (share_X * score_X).sum()
+    load_N_X: Tensor
+    """How often each expert of each of the N layers was chosen."""
+    rerouted_L: Tensor | None
+    """In what share of the layers the token that each was predicted from has replayed experts, which the router would
+    not choose; None where it chooses."""
+    balance_loss: Tensor | None
+    """Of all tokens, where it was asked for."""
 
 
 class ExpertTensors(NamedTuple):

@@ -9,7 +9,7 @@
     ppl_gap       mean over samples of |mean log mu - mean log pi|
     measured_tokens   how many tokens these figures are about; 0 where no sample of a step had an advantage
 
-Of experts, with their loads over the step, as means over the layers:
+Of experts, as means over the layers; a load counts the tokens that samples were predicted from:
 
     expert_load_max   load of the busiest over the mean     1 where all are equally busy
     expert_idle       share of the experts without a token
@@ -122,9 +122,10 @@ def _percentiles(value_L: Tensor) -> list[Tensor]:
     return found
 
 
-def load_figures(load_L_X: Tensor) -> dict[str, float]:
-    load_L_X = load_L_X.float()
-    busiest, idle = (load_L_X.amax(1) / load_L_X.mean(1)).mean(), (load_L_X == 0).float().mean()
+def load_figures(load_N_X: Tensor) -> dict[str, float]:
+    """Of N layers."""
+    load_N_X = load_N_X.float()
+    busiest, idle = (load_N_X.amax(1) / load_N_X.mean(1)).mean(), (load_N_X == 0).float().mean()
     return dict(zip(("expert_load_max", "expert_idle"), torch.stack([busiest, idle]).tolist(), strict=True))
 
 

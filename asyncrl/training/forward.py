@@ -60,7 +60,7 @@ class PolicyForward:
     def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
         if self._routes is None:
             return self._logprobs(batch, entropy, tap, None)
-        route = ObservedRoutes(self._routes, batch.routes_T_L_C, balanced=self._balanced)
+        route = ObservedRoutes(self._routes, batch.predict_L, batch.routes_T_L_C, balanced=self._balanced)
         return self._logprobs(batch, entropy, tap, route)._replace(routing=route.found)
 
     def _logprobs(self, batch: PackedBatch, entropy: bool, tap: HiddenTap | None, route: Route | None) -> TokenLogprobs:

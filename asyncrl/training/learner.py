@@ -226,13 +226,13 @@ class Learner:
 
     def _observe_routing(self, batch: PackedBatch, routing: Routing) -> Tensor | None:
         """What the load-balancing loss, if there is one, adds to the loss of the batch."""
-        tokens = len(batch.target_L)
-        self._expert_load = routing.load_L_X if self._expert_load is None else self._expert_load + routing.load_L_X
-        if routing.rerouted_T is not None:
-            self._add({"route_mismatch": routing.rerouted_T[batch.predict_L].sum()})
-        if not self._algorithm.router_aux_loss:
+        load_N_X, rerouted_L, balance = routing
+        self._expert_load = load_N_X if self._expert_load is None else self._expert_load + load_N_X
+        if rerouted_L is not None:
+            self._add({"route_mismatch": rerouted_L.sum()})
+        if balance is None:
             return None
-        balance = routing.balance_loss()
+        tokens = len(batch.target_L)
         self._add({"router_aux_loss": tokens * balance.detach()})
         # By its part of what the sum over the step is divided by, so that the step has the mean over its batches.
         part = tokens if self._algorithm.aggregation == "token" else len(batch.answers)

@@ -10,17 +10,20 @@ from asyncrl.models.routes import RouteShape
 class ObservedRoutes:
     """A `Route` of one forward, and of the backward that computes layers again: it knows them by their numbers.
 
-    Nothing here waits for the device, and no scores are kept, only their sums.
+    Nothing here waits for the device, and of the scores only sums are kept.
     """
 
-    def __init__(self, shape: RouteShape, replayed_T_L_C: Tensor | None = None, *, balanced: bool = False) -> None:
-        """The scores choose where nothing is replayed; `balanced`: with what a load-balancing loss needs."""
-        self._shape, self._replayed_T_L_C, self._balanced = shape, replayed_T_L_C, balanced
+    def __init__(
+        self, shape: RouteShape, predict_L: Tensor, replayed_T_L_C: Tensor | None = None, *, balanced: bool = False
+    ) -> None:
+        """`predict_L`: the tokens that figures are about. The scores choose where nothing is replayed. `balanced`: with
+        the load-balancing loss."""
+        self._shape, self._predict_L, self._replayed_T_L_C, self._balanced = shape, predict_L, replayed_T_L_C, balanced
         self._place = {layer: place for place, layer in enumerate(shape.layers)}
         self._load: dict[int, Tensor] = {}
-        self._scores: dict[int, Tensor] = {}
         self._differing: dict[int, Tensor] = {}
-        self._tokens = 0
+        self._shares: dict[int, Tensor] = {}
+        self._scores: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, scores_T_X: Tensor) -> Tensor:
         if self._replayed_T_L_C is None:
@@ -32,22 +35,31 @@ class ObservedRoutes:
         return chosen_T_C
 
     def _observe(self, layer: int, scores_T_X: Tensor, chosen_T_C: Tensor) -> None:
-        self._tokens = len(scores_T_X)
+        chosen_L_C = chosen_T_C[self._predict_L]
+        self._load[layer] = self._count(chosen_L_C)
+        if self._replayed_T_L_C is not None:
+            own_L_C = scores_T_X.detach()[self._predict_L].topk(self._shape.active, dim=-1).indices
+            self._differing[layer] = (own_L_C.sort(1).values != chosen_L_C.sort(1).values).any(1)
         if self._balanced:
-            self._scores[layer] = scores_T_X.sum(0)
-        with torch.no_grad():
-            chosen = chosen_T_C.flatten()
-            self._load[layer] = chosen.new_zeros(self._shape.experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-            if self._replayed_T_L_C is not None:
-                own_T_C = scores_T_X.topk(self._shape.active, dim=-1).indices
-                self._differing[layer] = (own_T_C.sort(1).values != chosen_T_C.sort(1).values).any(1)
+            self._shares[layer] = self._count(chosen_T_C) / len(chosen_T_C)
+            self._scores[layer] = scores_T_X.mean(0)
+
+    def _count(self, chosen: Tensor) -> Tensor:
+        """X: how often each was chosen. `bincount` would wait for the device."""
+        chosen = chosen.flatten()
+        return chosen.new_zeros(self._shape.experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
     @property
     def found(self) -> Routing:
         """After the forward."""
         return Routing(
-            load_L_X=torch.stack(list(self._load.values())),
-            scores_L_X=torch.stack(list(self._scores.values())) if self._balanced else None,
-            tokens=self._tokens,
-            rerouted_T=torch.stack(list(self._differing.values())).float().mean(0) if self._differing else None,
+            load_N_X=torch.stack(list(self._load.values())),
+            rerouted_L=torch.stack(list(self._differing.values())).float().mean(0) if self._differing else None,
+            balance_loss=self._balance_loss() if self._balanced else None,
         )
+
+    def _balance_loss(self) -> Tensor:
+        """As transformers has it for the Switch Transformer: the share of the tokens that each expert gets times its
+        mean score, both over all layers. It is the number of active experts where all are equally busy."""
+        share_X, score_X = (torch.stack(list(each.values())).mean(0) for each in (self._shares, self._scores))
+        return self._shape.experts * (share_X * score_X).sum()

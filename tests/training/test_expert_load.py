@@ -46,19 +46,17 @@ def test_figures_are_means_over_layers() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"token_budget": 60}, {"checkpoint_activations": True}])
 def test_a_step_has_the_load_of_the_routes_it_computed_with(settings: dict[str, Any], tmp_path: Path) -> None:
-    """However it is cut into batches: shared prompts are then computed, and counted, with each part of a group."""
+    """However it is cut into batches."""
     tiny_checkpoint(tmp_path, "qwen3_moe")
     learner, groups = _learner(tmp_path, **settings), make_groups(3)
     for group in groups:
         learner.accumulate([group])
-    load_L_X = torch.zeros(2, 8)
-    for group in groups:
-        for batch in pack([block(group, [1.0] * 4, SHAPE)], settings.get("token_budget", 8192)):
-            assert batch.routes_T_L_C is not None
-            for layer in range(2):
-                load_L_X[layer] += torch.bincount(batch.routes_T_L_C[:, layer].flatten(), minlength=8)
+    (batch,) = pack([block(group, [1.0] * 4, SHAPE) for group in groups], 10_000)
+    assert batch.routes_T_L_C is not None
+    routes_L_N_C = batch.routes_T_L_C[batch.predict_L]
+    load_N_X = torch.stack([torch.bincount(routes_L_N_C[:, layer].flatten(), minlength=8) for layer in range(2)])
     figures = learner.step().figures
-    assert figures["expert_load_max"] == pytest.approx(float((load_L_X.amax(1) / load_L_X.mean(1)).mean()))
+    assert figures["expert_load_max"] == pytest.approx(float((load_N_X.amax(1) / load_N_X.float().mean(1)).mean()))
     assert figures["expert_idle"] == 0
     assert "router_aux_loss" not in figures
 
@@ -92,12 +90,13 @@ def test_the_loss_is_that_of_transformers_over_real_tokens(recomputed: int, tmp_
     tokens_T = torch.randint(1, 48, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     shape = shape_of(model)
     assert shape is not None
-    routes = ObservedRoutes(shape, balanced=True)
+    routes = ObservedRoutes(shape, torch.arange(4), balanced=True)
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
     hidden_T_E = model(
         tokens_T, positions_T, packed_attention(LENGTHS), run=Execution(recomputed=recomputed).layer, route=routes
     )
-    ours = routes.found.balance_loss()
+    ours = routes.found.balance_loss
+    assert ours is not None
     padded = torch.nn.utils.rnn.pad_sequence(list(tokens_T.split(LENGTHS)), batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(n, dtype=torch.int64) for n in LENGTHS], batch_first=True)
     output = theirs(padded, attention_mask=mask, output_router_logits=True)
@@ -126,9 +125,10 @@ def test_it_is_added_to_the_loss_of_a_step_as_a_mean(aggregation: Any, tmp_path:
         learner.accumulate(groups)
     (batch,) = pack([block(group, [1.0] * 4, SHAPE) for group in groups], 10_000)
     model, _ = load_model(tmp_path)
-    routes = ObservedRoutes(SHAPE, batch.routes_T_L_C, balanced=True)
+    routes = ObservedRoutes(SHAPE, batch.predict_L, batch.routes_T_L_C, balanced=True)
     predicting_states(model, batch, Trainer(), route=routes)
-    balance = routes.found.balance_loss()
+    balance = routes.found.balance_loss
+    assert balance is not None
     parts = len(batch.target_L) if aggregation == "token" else len(batch.answers)
     wanted = torch.autograd.grad(coefficient * parts * balance, list(model.parameters()), materialize_grads=True)
     for with_it, without, part in zip(gradients_of(balanced), gradients_of(plain), wanted, strict=True):
