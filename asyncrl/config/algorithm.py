@@ -80,6 +80,8 @@ class AlgorithmBase(Chosen, frozen=True):
     kl: Kl = Kl()
     entropy: NonNegative = 0.0
     """Coefficient of an entropy bonus."""
+    router_aux_loss: NonNegative = 0.0
+    """Coefficient of the load-balancing loss of a mixture of experts."""
     overlong: Overlong = Overlong()
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are dropped and replaced by others."""

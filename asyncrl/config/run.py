@@ -331,11 +331,13 @@ def _check_signal(run: Run) -> None:
 def _check_normalized_weights(run: Run) -> None:
     """The mean weight divides the whole gradient at the step's end, so nothing unweighted may be in it."""
     if run.correction.normalizes_weights and (
-        run.algorithm.entropy or (run.algorithm.kl.coefficient and run.algorithm.kl.placement == "loss")
+        run.algorithm.entropy
+        or run.algorithm.router_aux_loss
+        or (run.algorithm.kl.coefficient and run.algorithm.kl.placement == "loss")
     ):
         raise ConfigError(
-            "correction.batch_normalize=true does not go with algorithm.entropy or a KL penalty in the loss, which "
-            "have no weights; turn one of them off"
+            "correction.batch_normalize=true does not go with algorithm.entropy, algorithm.router_aux_loss or a KL "
+            "penalty in the loss, which have no weights; turn one of them off"
         )
 
 

@@ -9,7 +9,7 @@ from asyncrl.models import lora
 from asyncrl.types import WeightManifest
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Layers, outputs and inputs of matrices, by names for all layers."""
+"""Layers, experts if there are any, outputs and inputs of matrices, by names for all layers and experts."""
 
 
 def has_adapters(manifest: WeightManifest) -> bool:
@@ -19,15 +19,19 @@ def has_adapters(manifest: WeightManifest) -> bool:
 def adapted_shapes(manifest: WeightManifest) -> Shapes:
     """Of the matrices that the adapters belong to."""
     found, shapes = {spec.name: spec.shape for spec in manifest.tensors}, dict[str, tuple[int, ...]]()
-    for name, (layers, outputs, _) in ((name, shape) for name, shape in found.items() if name.endswith(lora.B)):
+    for name, (*every, outputs, _) in ((name, shape) for name, shape in found.items() if name.endswith(lora.B)):
         module = name.removesuffix(lora.B)
-        shapes[f"{module}.weight"] = (layers, outputs, found[module + lora.A][2])
+        shapes[f"{module}.weight"] = (*every, outputs, found[module + lora.A][-1])
     return shapes
 
 
 def shapes_of(named: Iterable[tuple[str, Tensor]]) -> Shapes:
-    stacks = lora.stacks((name, tuple(tensor.shape)) for name, tensor in named)
-    return {name: (len(found), *found[0]) for name, found in stacks.items()}
+    of_layers: dict[str, list[tuple[int, ...]]] = {}
+    for name, tensor in named:
+        of_layers.setdefault(lora.for_experts(name), []).append(tuple(tensor.shape))
+    experts = lora.EVERY_EXPERT
+    shapes = {name: (len(each), *each[0]) if experts in name else each[0] for name, each in of_layers.items()}
+    return {name: (len(found), *found[0]) for name, found in lora.stacks(shapes.items()).items()}
 
 
 def check_adapters(manifest: WeightManifest, adapted: Shapes, engine: str) -> None:

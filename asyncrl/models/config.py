@@ -5,7 +5,7 @@ transformers would run.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -17,7 +17,9 @@ from asyncrl.errors import CheckpointError
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""The matrices that every layer has, whatever is behind them."""
+"""The matrices that every layer has once, whatever is behind them."""
+GATED = ("gate_proj", "up_proj", "down_proj")
+"""Those that every layer has once, or once for each expert."""
 RopeType = Literal["default", "linear", "llama3"]
 
 
@@ -151,25 +153,30 @@ def warm_start_shape(settings: WarmStart, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def projection_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the matrices that every layer has once, by their Hugging Face names."""
-    hidden, wide, heads, kv = cfg.hidden_size, cfg.intermediate_size, cfg.heads, cfg.kv_heads
-    attention = {
+def projection_shapes(cfg: ModelConfig, layer: int = 0) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the matrices of a layer, by their Hugging Face names; of experts, those that each has."""
+    hidden, heads, kv = cfg.hidden_size, cfg.heads, cfg.kv_heads
+    experts = cfg.experts_of(layer)
+    wide = cfg.intermediate_size if experts is None else experts.width
+    return {
         "q_proj": (heads * cfg.head_dim, hidden),
         "k_proj": (kv * cfg.head_dim, hidden),
         "v_proj": (kv * cfg.head_dim, hidden),
         "o_proj": (hidden, heads * cfg.head_dim),
+        "gate_proj": (wide, hidden),
+        "up_proj": (wide, hidden),
+        "down_proj": (hidden, wide),
     }
-    if cfg.experts is not None:
-        return attention
-    return attention | {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
 
 
-def gated_shapes(cfg: ModelConfig, layer: int) -> list[tuple[int, int]]:
-    """Of all gated layers of a layer: one, or one for each expert."""
+def matrices(cfg: ModelConfig, layer: int, names: Container[str]) -> list[tuple[int, int]]:
+    """Outputs and inputs of all that have one of these names: of experts, as many as there are experts."""
     experts = cfg.experts_of(layer)
-    wide, count = (cfg.intermediate_size, 1) if experts is None else (experts.width, experts.count)
-    return [(wide, cfg.hidden_size), (wide, cfg.hidden_size), (cfg.hidden_size, wide)] * count
+    copies = 1 if experts is None else experts.count
+    shapes = projection_shapes(cfg, layer)
+    return [
+        shape for name in shapes if name in names for shape in [shapes[name]] * (1 if name in ATTENTION else copies)
+    ]
 
 
 def _experts(raw: Mapping[str, Any]) -> Experts:

@@ -70,7 +70,7 @@ class LayerTensors(NamedTuple):
         x_T_E = changed(add_projection(x_T_E, y_T_X, self.out, self.out_bias), y_T_X, self.changes.out)
         normed_T_E = rms_norm(x_T_E, self.mlp_norm)
         if isinstance(self.mlp, ExpertTensors):
-            return x_T_E + self.mlp.forward(normed_T_E, layer, route)
+            return x_T_E + self.mlp.forward(normed_T_E, layer, route, changes=self.changes)
         y_T_F = self.mlp.gated(normed_T_E, self.changes.gate_up)
         return changed(self.mlp.add_down(x_T_E, y_T_F), y_T_F, self.changes.down)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.models.compiling import compiled
+from asyncrl.models.experts import Routing
 
 OUTSIDE = -1e30
 """Scaled logit of a token that cannot be sampled. Finite: 0 times its log-probability is 0, as the entropy needs it."""
@@ -48,9 +49,8 @@ class TokenLogprobs(NamedTuple):
     """Of the distribution that each was drawn from, where it was asked for."""
     outside_L: Tensor | None = None
     """Which targets lie outside the support of this policy; None where that is the whole vocabulary."""
-    rerouted_L: Tensor | None = None
-    """In what share of the layers the token that each was predicted from has replayed experts, which the model would
-    not choose; None where it chooses."""
+    routing: Routing | None = None
+    """Of a mixture of experts, where it is observed."""
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ peft itself puts layers of its own in the place of the modules that a model call
 only own parameters (asyncrl.models.decoder), and several projections share one; so the arithmetic is ours, and what is
 on disk is what peft reads.
 
-Published are the adapters of all layers as one tensor, under a name with `*` for the number of the layer: a large model
-has hundreds of them, and each would cost trainer and engines a call.
+Published are the adapters of all layers as one tensor, under a name with `*` for the number of the layer, and with
+another for that of the expert: a large model has hundreds of them, and each would cost trainer and engines a call. A
+projection that only some layers have, in a model with dense layers among those of experts, keeps their numbers.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -32,6 +33,8 @@ Whole = Callable[[Tensor], Tensor]
 """All of a parameter, of which there may be only a part here."""
 EVERY = "*"
 _LAYER = re.compile(r"(model\.layers\.)(\d+)(\..+)")
+EVERY_EXPERT = f".experts.{EVERY}."
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 T = TypeVar("T")
 
 
@@ -39,24 +42,36 @@ def attach(model: Decoder, settings: Lora, seed: int) -> None:
     """From here on only adapters are trained."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for layer in model.blocks():
-        adapters = Adapters(projection_shapes(model.config), settings.targets, settings.rank, settings.alpha, generator)
+    for index, layer in enumerate(model.blocks()):
+        shapes, experts = projection_shapes(model.config, index), model.config.experts_of(index)
+        count = None if experts is None else experts.count
+        adapters = Adapters(shapes, settings.targets, settings.rank, settings.alpha, generator, count)
         layer.adapters = adapters.to(layer.input_norm.device)
 
 
 def adapted(model: Decoder) -> Iterator[tuple[str, str, Adapter]]:
-    """Hugging Face name of the module, our name of its adapter, and the adapter."""
+    """Hugging Face name of the module, with `*` for all experts of a layer; our name of its adapter; the adapter."""
     for index, layer in enumerate(model.blocks()):
-        for name, adapter in layer.adapters.of.items() if layer.adapters is not None else ():
-            part = "self_attn" if name in ATTENTION else "mlp"
-            yield f"model.layers.{index}.{part}.{name}", f"layers.{index}.adapters.of.{name}", cast(Adapter, adapter)
+        for name, module in layer.adapters.of.items() if layer.adapters is not None else ():
+            adapter = cast(Adapter, module)
+            gated = "mlp" if adapter.experts is None else f"mlp.experts.{EVERY}"
+            part = "self_attn" if name in ATTENTION else gated
+            yield f"model.layers.{index}.{part}.{name}", f"layers.{index}.adapters.of.{name}", adapter
+
+
+def modules(module: str, adapter: Adapter) -> list[str]:
+    """The names of what one adapter of `adapted` belongs to."""
+    if adapter.experts is None:
+        return [module]
+    return [module.replace(EVERY, str(expert)) for expert in range(adapter.experts)]
 
 
 def adapter_parts(model: Decoder) -> Iterator[tuple[str, tuple[Part, ...]]]:
     """As `hf_parts`, of the adapters alone."""
     for module, own, adapter in adapted(model):
-        yield f"{own}.A", (Part(module + A, adapter.A.shape[0]),)
-        yield f"{own}.B", (Part(module + B, adapter.B.shape[0]),)
+        names = modules(module, adapter)
+        yield f"{own}.A", tuple(Part(name + A, adapter.A.shape[0] // len(names)) for name in names)
+        yield f"{own}.B", tuple(Part(name + B, adapter.B.shape[0] // len(names)) for name in names)
 
 
 def parameter(model: Decoder, own: str) -> Tensor:
@@ -65,17 +80,26 @@ def parameter(model: Decoder, own: str) -> Tensor:
     return tensor * cast(Adapter, model.get_submodule(own[:-2])).scale if own.endswith(".B") else tensor
 
 
-def merged(model: Decoder, own: str, parts: Iterable[Part], whole: Whole) -> Tensor:
+def merged(model: Decoder, own: str, parts: Sequence[Part], whole: Whole) -> Tensor:
     """One of the model's parameters with its adapters in it, in fp32; every rank has to ask."""
-    adapters = {module + ".weight": name for module, name, _ in adapted(model)}
     tensor = whole(model.get_parameter(own).detach()).float()
-    begin = 0
-    for part in parts:
-        rows = slice(begin, begin := begin + part.rows)
-        if (name := adapters.get(part.name)) is not None:
-            down, up = (whole(parameter(model, f"{name}.{kind}")) for kind in "AB")
-            tensor = torch.cat([tensor[: rows.start], merge(tensor[rows], down, up), tensor[rows.stop :]])
-    return tensor
+    wanted, factors = {part.name for part in parts}, dict[str, tuple[Tensor, Tensor]]()
+    layer = own.split(".")[:2]
+    for module, name, adapter in adapted(model):
+        if name.split(".")[:2] != layer:
+            continue
+        names = [f"{each}.weight" for each in modules(module, adapter)]
+        if wanted.isdisjoint(names):
+            continue
+        down, up = (whole(parameter(model, f"{name}.{kind}")).chunk(len(names)) for kind in "AB")
+        factors |= dict(zip(names, zip(down, up, strict=True), strict=True))
+    rows = tensor.split([part.rows for part in parts])
+    return torch.cat(
+        [
+            merge(each, *factors[part.name]) if part.name in factors else each
+            for part, each in zip(parts, rows, strict=True)
+        ]
+    )
 
 
 def merge(weight: Tensor, down_R_E: Tensor, scaled_up_X_R: Tensor) -> Tensor:
@@ -92,13 +116,21 @@ def merged_tensors(base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Te
 
 
 def stacks(named: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """What layers have, in their order, under names for all layers; what is no layer's is left out."""
+    """What layers have, in their order, under names for all layers, or under their own where some layers lack it; what
+    is no layer's is left out."""
     found: dict[str, dict[int, T]] = {}
     for name, value in named:
         every, layer = split_layer(name)
         if layer is not None:
             found.setdefault(every, {})[layer] = value
-    return {name: [value for _, value in sorted(of.items())] for name, of in found.items()}
+    layers = {layer for of in found.values() for layer in of}
+    stacked: dict[str, list[T]] = {}
+    for name, of in found.items():
+        if of.keys() == layers:
+            stacked[name] = [of[layer] for layer in sorted(of)]
+        else:
+            stacked |= {name.replace(EVERY, str(layer), 1): [value] for layer, value in of.items()}
+    return stacked
 
 
 def split_layer(name: str) -> tuple[str, int | None]:
@@ -107,9 +139,22 @@ def split_layer(name: str) -> tuple[str, int | None]:
     return (name, None) if match is None else (match[1] + EVERY + match[3], int(match[2]))
 
 
+def for_experts(name: str) -> str:
+    """The name for all experts of a layer."""
+    return _EXPERT.sub(EVERY_EXPERT, name)
+
+
 def unstacked(published: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Views, by the names of their own layers."""
-    return {name.replace(EVERY, str(layer)): part for name, every in published for layer, part in enumerate(every)}
+    """Views, by the names of their own layers and experts."""
+    found: dict[str, Tensor] = {}
+    for name, every in published:
+        for layer, part in enumerate(every):
+            own = name.replace(f".layers.{EVERY}.", f".layers.{layer}.")
+            if EVERY_EXPERT in own:
+                found |= {own.replace(EVERY, str(expert)): each for expert, each in enumerate(part)}
+            else:
+                found[own] = part
+    return found
 
 
 def is_adapter(name: str) -> bool:

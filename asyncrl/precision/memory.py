@@ -6,7 +6,7 @@ from typing import NamedTuple
 from asyncrl.config.engine import KeptBase
 from asyncrl.config.precision import PRECISIONS, SIDE, Fp8, Precision, numerics
 from asyncrl.config.trainer import Lora
-from asyncrl.models.config import ATTENTION, ModelConfig, gated_shapes, projection_shapes
+from asyncrl.models.config import ATTENTION, GATED, ModelConfig, matrices
 
 FLOAT, BF16, FP8 = 4, 2, 1
 
@@ -37,16 +37,16 @@ def footprint(model: ModelConfig, parameters: int, precision: Precision, fp8: Fp
         return Footprint(precision, parameters * item, kv_numbers * item)
     weights = parameters * BF16
     if found.weights:
-        attention = [shape for name, shape in projection_shapes(model).items() if name in ATTENTION]
         for layer in range(fp8.keep_first, model.layers - fp8.keep_last):
-            weights -= sum(_saved(*shape) for shape in (*attention, *gated_shapes(model, layer)))
+            weights -= sum(_saved(*shape) for shape in matrices(model, layer, ATTENTION + GATED))
     return Footprint(precision, weights, kv_numbers * (FP8 if found.kv else BF16))
 
 
 def with_base(found: Footprint, model: ModelConfig, parameters: int, kept: KeptBase, lora: Lora) -> Footprint:
     """Of an engine that gets adapters alone; the base is in the number format that is not FP8."""
-    item, shapes = FLOAT if found.precision == "fp32" else BF16, projection_shapes(model)
-    adapted = model.layers * sum(out * into for name, (out, into) in shapes.items() if name in lora.targets)
+    item = FLOAT if found.precision == "fp32" else BF16
+    layers = range(model.layers)
+    adapted = sum(out * into for layer in layers for out, into in matrices(model, layer, lora.targets))
     return found._replace(base=item * {"nothing": 0, "adapted": adapted, "everything": parameters}[kept])
 
 

@@ -12,7 +12,7 @@ from asyncrl.weights.manifest import layout
 
 
 class AdapterSource:
-    """Adapters alone for a publication, in fp32: those of all layers in one tensor, B with its scale."""
+    """Adapters alone for a publication, in fp32: those of all layers and experts in one tensor, B with its scale."""
 
     def __init__(self, model: Decoder, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
@@ -21,7 +21,7 @@ class AdapterSource:
     def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
         self._ranks.settle(self._model)
         return layout(
-            (module + kind, torch.empty(len(found), *shape, device="meta"))
+            (module + kind, torch.stack([each.by_expert(torch.empty(shape, device="meta")) for each in found]))
             for module, found in self._modules.items()
             for kind, shape in ((lora.A, found[0].A.shape), (lora.B, found[0].B.shape))
         )
@@ -29,7 +29,7 @@ class AdapterSource:
     def gather(self, spec: TensorSpec) -> Tensor | None:
         down = spec.name.endswith(lora.A)
         adapters = self._modules[spec.name.removesuffix(lora.A if down else lora.B)]
-        parts = [self._ranks.whole((each.A if down else each.B).detach()) for each in adapters]
+        parts = [each.by_expert(self._ranks.whole((each.A if down else each.B).detach())) for each in adapters]
         if self._ranks.rank > 0:
             return None
         found = torch.stack(parts).float()

@@ -33,7 +33,7 @@ from asyncrl.models.names import cut, hf_parts
 from asyncrl.training.adamw import HALF, AdamW
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
-from asyncrl.training.distributed.shards import TensorFiles, read_rows
+from asyncrl.training.distributed.shards import TensorFiles, read_parts, read_rows
 from asyncrl.training.learner import Learner
 
 MANIFEST = "manifest.json"
@@ -182,9 +182,9 @@ def _owners(module: nn.Module, world: int) -> dict[str, int]:
 def _save_adapters(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
     """Every rank has to call it; the first one writes."""
     found: dict[str, Tensor] = {}
-    for own, (part,) in lora.adapter_parts(learner.model):
-        whole = learner.ranks.whole(learner.model.get_parameter(own).detach())
-        found[lora.PEFT_PREFIX + part.name] = whole.cpu().contiguous()
+    for own, parts in lora.adapter_parts(learner.model):
+        whole = learner.ranks.whole(learner.model.get_parameter(own).detach()).cpu()
+        found |= {lora.PEFT_PREFIX + name: tensor.contiguous() for name, tensor in cut(whole, parts)}
     if learner.ranks.rank == 0:
         folder = directory / ADAPTERS
         folder.mkdir()
@@ -259,11 +259,11 @@ def _restore_adapters(learner: Learner, checkpoint: Path) -> None:
     if not path.is_file():
         raise CheckpointError(f"{checkpoint} holds no adapters: it was not written with trainer.lora.rank")
     files = TensorFiles([path])
-    for own, (part,) in lora.adapter_parts(learner.model):
-        name = lora.PEFT_PREFIX + part.name
-        if name not in files:
-            raise CheckpointError(f"{path} holds no {name}: it was written with other trainer.lora.targets")
-        read_rows(files, name, learner.model.get_parameter(own), learner.ranks)
+    for own, parts in lora.adapter_parts(learner.model):
+        saved = tuple(part._replace(name=lora.PEFT_PREFIX + part.name) for part in parts)
+        if missing := [part.name for part in saved if part.name not in files]:
+            raise CheckpointError(f"{path} holds no {missing[0]}: it was written with other trainer.lora.targets")
+        read_parts(files, saved, learner.model.get_parameter(own), learner.ranks)
 
 
 def _files(checkpoint: Path, name: str) -> TensorFiles:

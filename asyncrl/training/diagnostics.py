@@ -9,6 +9,11 @@
     ppl_gap       mean over samples of |mean log mu - mean log pi|
     measured_tokens   how many tokens these figures are about; 0 where no sample of a step had an advantage
 
+Of experts, as means over the layers; a load counts the tokens that samples were predicted from:
+
+    expert_load_max   load of the busiest over the mean     1 where all are equally busy
+    expert_idle       share of the experts without a token
+
 What a step measures is kept as it comes and worked up once at its end: percentiles do not add up.
 """
 
@@ -117,6 +122,13 @@ def _percentiles(value_L: Tensor) -> list[Tensor]:
     return found
 
 
+def load_figures(load_N_X: Tensor) -> dict[str, float]:
+    """Of N layers."""
+    load_N_X = load_N_X.float()
+    busiest, idle = (load_N_X.amax(1) / load_N_X.mean(1)).mean(), (load_N_X == 0).float().mean()
+    return dict(zip(("expert_load_max", "expert_idle"), torch.stack([busiest, idle]).tolist(), strict=True))
+
+
 def late(observed: Sequence[Observed]) -> bool:
     """Whether any token is of an older version than the trainer's."""
     return any(bool((part.columns_5_L[1] > 0).any()) for part in observed)
@@ -189,6 +201,8 @@ class RankStats:
     sums: dict[str, float]
     observed: list[Observed]
     off_policy: OffPolicy | None
+    expert_load: Tensor | None = None
+    """How often each expert was chosen, by layer; None without experts, and where nothing was computed."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -198,18 +212,21 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     sums: dict[str, float]
     observed: list[tuple[bytes, bytes, list[str]]]
     off_policy: OffPolicy | None
+    expert_load: list[list[int]] | None
 
 
 def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
     """Everything added up, the same on every rank."""
     observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
-    message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed, mine.off_policy)
+    load = None if mine.expert_load is None else mine.expert_load.tolist()
+    message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed, mine.off_policy, load)
     all_ranks = [
         msgspec.msgpack.decode(part, type=_Message) for part in ranks.exchange(msgspec.msgpack.encode(message))
     ]
     sums: dict[str, float] = {}
     for name, value in (pair for each in all_ranks for pair in each.sums.items()):
         sums[name] = sums.get(name, 0.0) + value
+    loads = [torch.tensor(each.expert_load) for each in all_ranks if each.expert_load is not None]
     return RankStats(
         loss=sum(each.loss for each in all_ranks),
         critic_loss=sum(each.critic_loss for each in all_ranks),
@@ -221,6 +238,7 @@ def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
             for tokens, samples, precisions in each.observed
         ],
         off_policy=max((each.off_policy for each in all_ranks if each.off_policy), key=_size, default=None),
+        expert_load=torch.stack(loads).sum(0) if loads else None,
     )
 
 

@@ -15,7 +15,7 @@ from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.memory import chunk_tokens
-from asyncrl.training.routes import ReplayedRoutes
+from asyncrl.training.routes import ObservedRoutes
 
 PLAIN = Execution()
 
@@ -48,8 +48,9 @@ class PolicyForward:
     def __init__(
         self, model: Decoder, run: Run, execution: Execution = PLAIN, routes: RouteShape | None = None
     ) -> None:
-        """With `routes` those of a batch are replayed."""
+        """With `routes`, those of the model, what its routers do is observed, and routes of a batch are replayed."""
         self._model, self._execution, self._routes = model, execution, routes
+        self._balanced = run.algorithm.router_aux_loss > 0
         self._settings = run.trainer
         rollout = run.rollout
         self._temperature = rollout.temperature or 1.0
@@ -57,10 +58,10 @@ class PolicyForward:
         """Greedy completions report the whole distribution at temperature 1."""
 
     def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
-        if self._routes is None or batch.routes_T_L_C is None:  # an idle batch has none
+        if self._routes is None:
             return self._logprobs(batch, entropy, tap, None)
-        route = ReplayedRoutes(batch.routes_T_L_C, self._routes.layers)
-        return self._logprobs(batch, entropy, tap, route)._replace(rerouted_L=route.differing[batch.predict_L])
+        route = ObservedRoutes(self._routes, batch.predict_L, batch.routes_T_L_C, balanced=self._balanced)
+        return self._logprobs(batch, entropy, tap, route)._replace(routing=route.found)
 
     def _logprobs(self, batch: PackedBatch, entropy: bool, tap: HiddenTap | None, route: Route | None) -> TokenLogprobs:
         hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution, route)

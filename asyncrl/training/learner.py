@@ -24,9 +24,10 @@ from asyncrl.models import lora
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
+from asyncrl.models.experts import Routing
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import uses_flash
-from asyncrl.models.routes import replayed_shape
+from asyncrl.models.routes import RouteShape, replayed_shape
 from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
 from asyncrl.training.adamw import AdamW
@@ -40,6 +41,7 @@ from asyncrl.training.diagnostics import (
     Ratios,
     figures,
     late,
+    load_figures,
     most_off_policy,
     of_all,
     shares,
@@ -55,7 +57,7 @@ from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
 
-MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch")
+MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch", "router_aux_loss")
 """Sums over tokens that a report has the mean of, where there are any."""
 
 
@@ -89,7 +91,7 @@ class Learner:
             self.fill(model_path)
         self.outgoing = Export(self.model, self.ranks, adapted=adapts, master=self._master)
         self._routes = replayed_shape(run, self.model_config)
-        self._policy = PolicyForward(self.model, run, self._execution, self._routes)
+        self._policy = PolicyForward(self.model, run, self._execution, RouteShape.of(self.model_config))
         self._reference = self._make_reference(model_path)
         self.critic = None
         if (rate := run.algorithm.critic_rate) is not None:
@@ -155,6 +157,8 @@ class Learner:
         """On the device: reading them waits for it."""
         self._sums: dict[str, float] = {}
         """The same at the end of the step."""
+        self._expert_load: Tensor | None = None
+        """How often each expert of each layer was chosen; None without experts."""
         self._observed: list[Observed] = []
         self._ratios: list[Ratios] = []
         self._off_policy: OffPolicy | None = None
@@ -215,11 +219,24 @@ class Learner:
             self._add({"entropy": output.entropy_L.detach().sum()})
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
-        if output.rerouted_L is not None:
-            self._add({"route_mismatch": output.rerouted_L.sum()})
+        aux = self._observe_routing(batch, output.routing) if output.routing is not None else None
         self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
-        self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples)
+        self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples, aux)
+
+    def _observe_routing(self, batch: PackedBatch, routing: Routing) -> Tensor | None:
+        """What the load-balancing loss, if there is one, adds to the loss of the batch."""
+        load_N_X, rerouted_L, balance = routing
+        self._expert_load = load_N_X if self._expert_load is None else self._expert_load + load_N_X
+        if rerouted_L is not None:
+            self._add({"route_mismatch": rerouted_L.sum()})
+        if balance is None:
+            return None
+        tokens = len(batch.target_L)
+        self._add({"router_aux_loss": tokens * balance.detach()})
+        # By its part of what the sum over the step is divided by, so that the step has the mean over its batches.
+        part = tokens if self._algorithm.aggregation == "token" else len(batch.answers)
+        return self._algorithm.router_aux_loss * part * balance
 
     def _take_part(self, batch: PackedBatch) -> None:
         """Run the same forwards and backward as ranks that have samples: collectives need every rank."""
@@ -238,9 +255,11 @@ class Learner:
             case "constant":
                 return loss_L / self._run.rollout.max_tokens
 
-    def _accumulate_gradient(self, batch: PackedBatch, logp_L: Tensor, loss_L: Tensor, samples: Samples) -> None:
+    def _accumulate_gradient(
+        self, batch: PackedBatch, logp_L: Tensor, loss_L: Tensor, samples: Samples, aux: Tensor | None
+    ) -> None:
         """A loss that is not finite taints the step, but not the gradients; the samples that made it are named."""
-        total = loss_L.sum()
+        total = loss_L.sum() if aux is None else loss_L.sum() + aux
         value = float(total.detach())
         if np.isfinite(value):
             total.backward()
@@ -323,10 +342,12 @@ class Learner:
         if self.ranks.world == 1:
             return
         critic_loss = self.critic.loss if self.critic is not None else 0.0
-        mine = RankStats(self._loss, critic_loss, self._fault, self._sums, self._observed, self._off_policy)
+        mine = RankStats(
+            self._loss, critic_loss, self._fault, self._sums, self._observed, self._off_policy, self._expert_load
+        )
         found = of_all(self.ranks, mine)
         self._loss, self._fault, self._sums, self._observed = found.loss, found.fault, found.sums, found.observed
-        self._off_policy = found.off_policy
+        self._off_policy, self._expert_load = found.off_policy, found.expert_load
         if self.critic is not None:
             self.critic.loss = found.critic_loss
         self.settle()
@@ -357,6 +378,8 @@ class Learner:
         measured = max(sum(part.columns_5_L.shape[1] for part in self._observed), 1)
         found["clip_fraction"] = self._sums.get("clipped", 0.0) / measured
         found |= {name: self._sums[name] / measured for name in MEANS if name in self._sums}
+        if self._expert_load is not None:
+            found |= load_figures(self._expert_load)
         return StepReport(
             version=self.version + 1,
             samples=self._samples,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from asyncrl.config import Run
 from asyncrl.config.trainer import Lora
 from asyncrl.config.weights import published_adapters
-from asyncrl.models.config import ModelConfig, gated_shapes, projection_shapes
+from asyncrl.models.config import GATED, ModelConfig, matrices
 from asyncrl.precision.memory import footprint
 
 FLOAT = 4
@@ -29,6 +29,8 @@ VERSIONS = 2
 """Versions of the weights that lie where engines read them: the one that they load, and the next."""
 STAGED = 3 << 25
 """Numbers of offloaded state that visit the GPU at a time (asyncrl.training.adamw)."""
+ROUTE = 64
+"""Of one chosen expert of one token: indices in 8 bytes each, and weights."""
 AUTO_SPREAD = 2.0
 AUTO_SHARE = 0.8
 """`checkpoint_activations=auto` keeps the activations of as many layers as fit into so much of the trainer's part."""
@@ -81,7 +83,7 @@ def _layer(model: ModelConfig, layer: int) -> int:
     hidden, heads, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = hidden * (heads + 2 * kv) + heads * hidden
     experts = model.experts_of(layer)
-    mlp = sum(outputs * inputs for outputs, inputs in gated_shapes(model, layer))
+    mlp = sum(outputs * inputs for outputs, inputs in matrices(model, layer, GATED))
     mlp += 0 if experts is None else experts.count * hidden
     norms = 2 * hidden + model.qk_norm * 2 * model.head_dim
     biases = (
@@ -119,6 +121,14 @@ class _Gated(NamedTuple):
     def backward(self) -> int:
         """Gradients that are there beside what was kept: of the gated product, or of answers and of their weights."""
         return max(self.width, 2 * self.copied)
+
+
+def _router_bytes(model: ModelConfig, item: int) -> int:
+    """Of one token: the normalised state in fp32, scores, chosen experts with their weights and places."""
+    experts = model.experts
+    if experts is None:
+        return 0
+    return (FLOAT - item) * model.hidden_size + FLOAT * experts.count + ROUTE * experts.active
 
 
 def chunk_tokens(logits_bytes: int, vocabulary: int) -> int:
@@ -181,9 +191,9 @@ def _held(run: Run, model: ModelConfig, *, narrow: bool) -> _Held:
 
 
 def adapter_parameters(lora: Lora, model: ModelConfig) -> int:
-    """A and B of every target in every layer."""
-    shapes = projection_shapes(model)
-    return lora.rank * model.layers * sum(sum(shape) for name, shape in shapes.items() if name in lora.targets)
+    """A and B of every target in every layer, and of every expert."""
+    layers = range(model.layers)
+    return lora.rank * sum(sum(shape) for layer in layers for shape in matrices(model, layer, lora.targets))
 
 
 def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bool = False) -> int:
@@ -195,7 +205,7 @@ def layer_bytes(model: ModelConfig, spread: float, *, narrow: bool, compiled: bo
         return recomputed_bytes(model, narrow=narrow, compiled=True) + item * products
     residual = 2 * FLOAT * model.hidden_size
     norms = 2 * (FLOAT + item) * model.hidden_size
-    gated = item * _Gated.of(model).kept
+    gated = item * _Gated.of(model).kept + _router_bytes(model, item)
     # In bf16 keys and values alone are gathered for each completion, else padded queries as well.
     gathered = 2 * kv if narrow else heads + 2 * kv
     attention = item * (rotated + heads) + FLOAT * model.heads + int(item * gathered * spread)

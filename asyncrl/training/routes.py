@@ -1,28 +1,65 @@
-"""Routes of an engine, replayed in the trainer's forward and backward (asyncrl.models.routes)."""
-
-from collections.abc import Sequence
+"""Routes in the trainer's forward: replayed from an engine (asyncrl.models.routes) or its own, and their loads."""
 
 import torch
 from torch import Tensor
 
+from asyncrl.models.experts import Routing
+from asyncrl.models.routes import RouteShape
 
-class ReplayedRoutes:
-    """A `Route` of one forward, and of the backward that computes layers again: it knows them by their numbers."""
 
-    def __init__(self, routes_T_L_C: Tensor, layers: Sequence[int]) -> None:
-        self._routes_T_L_C = routes_T_L_C
-        self._place = {layer: place for place, layer in enumerate(layers)}
+class ObservedRoutes:
+    """A `Route` of one forward, and of the backward that computes layers again: it knows them by their numbers.
+
+    Nothing here waits for the device, and of the scores only sums are kept.
+    """
+
+    def __init__(
+        self, shape: RouteShape, predict_L: Tensor, replayed_T_L_C: Tensor | None = None, *, balanced: bool = False
+    ) -> None:
+        """`predict_L`: the tokens that figures are about. The scores choose where nothing is replayed. `balanced`: with
+        the load-balancing loss."""
+        self._shape, self._predict_L, self._replayed_T_L_C, self._balanced = shape, predict_L, replayed_T_L_C, balanced
+        self._place = {layer: place for place, layer in enumerate(shape.layers)}
+        self._load: dict[int, Tensor] = {}
         self._differing: dict[int, Tensor] = {}
+        self._shares: dict[int, Tensor] = {}
+        self._scores: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, scores_T_X: Tensor) -> Tensor:
-        chosen_T_C = self._routes_T_L_C[:, self._place[layer]].long()
-        if layer not in self._differing:  # else it is computed again
-            with torch.no_grad():
-                own_T_C = scores_T_X.topk(chosen_T_C.shape[1], dim=-1).indices
-                self._differing[layer] = (own_T_C.sort(1).values != chosen_T_C.sort(1).values).any(1)
+        if self._replayed_T_L_C is None:
+            chosen_T_C = scores_T_X.topk(self._shape.active, dim=-1).indices
+        else:
+            chosen_T_C = self._replayed_T_L_C[:, self._place[layer]].long()
+        if layer not in self._load:  # else it is computed again
+            self._observe(layer, scores_T_X, chosen_T_C)
         return chosen_T_C
 
+    def _observe(self, layer: int, scores_T_X: Tensor, chosen_T_C: Tensor) -> None:
+        chosen_L_C = chosen_T_C[self._predict_L]
+        self._load[layer] = self._count(chosen_L_C)
+        if self._replayed_T_L_C is not None:
+            own_L_C = scores_T_X.detach()[self._predict_L].topk(self._shape.active, dim=-1).indices
+            self._differing[layer] = (own_L_C.sort(1).values != chosen_L_C.sort(1).values).any(1)
+        if self._balanced:
+            self._shares[layer] = self._count(chosen_T_C) / len(chosen_T_C)
+            self._scores[layer] = scores_T_X.mean(0)
+
+    def _count(self, chosen: Tensor) -> Tensor:
+        """X: how often each was chosen. `bincount` would wait for the device."""
+        chosen = chosen.flatten()
+        return chosen.new_zeros(self._shape.experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+
     @property
-    def differing(self) -> Tensor:
-        """T: in what share of the layers the scores would have sent each token to other experts."""
-        return torch.stack(list(self._differing.values())).float().mean(0)
+    def found(self) -> Routing:
+        """After the forward."""
+        return Routing(
+            load_N_X=torch.stack(list(self._load.values())),
+            rerouted_L=torch.stack(list(self._differing.values())).float().mean(0) if self._differing else None,
+            balance_loss=self._balance_loss() if self._balanced else None,
+        )
+
+    def _balance_loss(self) -> Tensor:
+        """As transformers has it for the Switch Transformer: the share of the tokens that each expert gets times its
+        mean score, both over all layers. It is the number of active experts where all are equally busy."""
+        share_X, score_X = (torch.stack(list(each.values())).mean(0) for each in (self._shares, self._scores))
+        return self._shape.experts * (share_X * score_X).sum()

@@ -17,7 +17,7 @@ from asyncrl.config.user_code import Called, stages
 from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
-from asyncrl.models.config import ATTENTION, ModelConfig
+from asyncrl.models.config import ModelConfig
 from asyncrl.models.routes import replayed_shape
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
@@ -152,6 +152,11 @@ def _model(run: Run) -> Iterator[str]:
     yield from _router_replay(run, model, longest)
     if model.experts is not None:
         yield from _experts(run, model.hidden_size)
+    elif run.algorithm.router_aux_loss:
+        yield (
+            f"algorithm.router_aux_loss={run.algorithm.router_aux_loss:g} balances the load of experts, and the model "
+            "has none: set algorithm.router_aux_loss=0"
+        )
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
@@ -183,11 +188,6 @@ def _router_replay(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:
 
 def _experts(run: Run, hidden_size: int) -> Iterator[str]:
     """What a mixture of experts cannot do yet."""
-    if run.trainer.lora.rank and not set(run.trainer.lora.targets) <= set(ATTENTION):
-        yield (
-            f"trainer.lora.targets={list(run.trainer.lora.targets)}: experts have no adapters; set "
-            f"trainer.lora.targets=[{','.join(ATTENTION)}]"
-        )
     yield from run.engine.expert_problems(run.rollout.precision, hidden_size, gpu=_may_have_gpu(run))
 
 

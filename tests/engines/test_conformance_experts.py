@@ -21,6 +21,7 @@ from tests.engines.test_conformance import (  # noqa: F401  (fixtures and tests 
     test_updates_use_new_weights_on_old_or_new_keys,
 )
 from tests.support.driving import Driver
+from tests.support.real_vllm import needs_vllm
 from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,7 +42,10 @@ def reference(path: Path, family: str) -> PreTrainedModel:  # noqa: F811
     return theirs
 
 
-@pytest.fixture(params=[*dense.NATIVE, dense.VLLM])
+VLLM = pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])
+
+
+@pytest.fixture(params=[*dense.NATIVE, VLLM])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:  # noqa: F811
     return dense.driver_for(request, path)
 

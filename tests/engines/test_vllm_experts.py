@@ -14,7 +14,6 @@ from asyncrl.config.drafter import NoDrafter
 from asyncrl.config.trainer import Lora
 from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.config import ATTENTION
 from asyncrl.types import WeightManifest
 from tests.support import needs
 from tests.support.adapters import Adapted, publishing_adapters
@@ -26,7 +25,8 @@ from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 SHAPE = {"num_hidden_layers": 3, "mlp_only_layers": [1], "moe_intermediate_size": 48, "norm_topk_prob": False}
-LORA = Lora(rank=4, alpha=8.0, targets=ATTENTION)
+LORA = Lora(rank=4, alpha=8.0)
+"""On attention, on experts and on the dense layer."""
 EXACT = 1e-3
 """Largest difference of fp32 log-probabilities."""
 
@@ -43,7 +43,7 @@ def models(folder: Path) -> list[PreTrainedModel]:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path, models: list[PreTrainedModel]) -> Iterator[SharedVllm]:
-    driver = SharedVllm(folder / "0", adapted=ATTENTION)
+    driver = SharedVllm(folder / "0", adapted=LORA.targets)
     yield driver
     driver.close()
 
@@ -68,7 +68,7 @@ def test_whole_versions(shared: SharedVllm, folder: Path, models: list[PreTraine
             _updated(shared, publish, models[seed])
 
 
-def test_adapters_on_attention_bring_back_the_experts_of_the_base(
+def test_adapters_are_merged_into_the_experts_of_the_base(
     shared: SharedVllm, folder: Path, models: list[PreTrainedModel], tmp_path: Path
 ) -> None:
     merged = Adapted(folder / "0", LORA).saved(1, tmp_path)

@@ -10,6 +10,8 @@ import torch
 
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import Grpo, Importance
+from asyncrl.config.engine import NativeEngine
+from asyncrl.models import grouped
 from asyncrl.models.checkpoint import save_model
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
@@ -21,6 +23,7 @@ from asyncrl.training.batches import block, pack
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import Batch, recomputed_layers, training_memory
 from tests.support import needs
+from tests.support.experts import EMPTY, EXPERTS, answer_and_gradients, random_leaves
 from tests.support.gpu_waits import waits
 from tests.support.training_groups import gradients_of, make_groups
 
@@ -42,11 +45,29 @@ SHAPE = {
     "initializer_range": 0.05,
 }
 
+MIXTURE = SHAPE | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 384,
+    "norm_topk_prob": True,
+}
+"""As many layers and experts as the routes of `make_groups` are for."""
+
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    config = ModelConfig.from_hf(SHAPE)
+    return _random_model(tmp_path_factory.mktemp("model"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _random_model(tmp_path_factory.mktemp("mixture"), MIXTURE)
+
+
+def _random_model(directory: Path, shape: dict[str, Any]) -> Path:
+    config = ModelConfig.from_hf(shape)
     model = Decoder(config, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for name, tensor in hf_tensors(model):
@@ -195,6 +216,51 @@ def test_the_peak_is_within_a_tenth_of_the_prediction(
     again = recomputed_layers(run, config, None)
     predicted = training_memory(run, config, batch, recomputed=again, compiled=compile == "on")
     assert predicted.peak == pytest.approx(report.figures["trainer_peak_memory_bytes"] - before, rel=0.1)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_grouped_products_of_experts_are_those_of_the_loop_in_fp32(adapted: bool) -> None:
+    leaves = {name: leaf.to(CUDA) for name, leaf in random_leaves(adapted=adapted).items()}
+    wanted, gradients = answer_and_gradients(leaves)
+    dirty = torch.full((1 << 24,), torch.nan, device=CUDA)  # what the kernel's results lie in next
+    del dirty
+    found, of_found = answer_and_gradients({name: leaf.bfloat16() for name, leaf in leaves.items()})
+    assert (found - wanted).norm() < 0.01 * wanted.norm()
+    for name, gradient in gradients.items():
+        assert (of_found[name] - gradient).norm() < 0.015 * gradient.norm(), name
+        assert name == "x" or not of_found[name].view(EXPERTS, -1)[EMPTY].any(), name
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_replayed_routes_grouped_gradients_are_as_near_to_fp32_as_looped_ones(
+    mixture_path: Path, settings: dict[str, Any], recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = make_groups(12, vocabulary=32_000, longest=200)
+    common: dict[str, Any] = {"grad_clip": 1e9, "token_budget": 2500, "checkpoint_activations": recompute, **settings}
+    plain, found = grouped.has_kernel, list[list[torch.Tensor]]()
+    for dtype, looped in (("fp32", False), ("bf16", True), ("bf16", False)):
+        monkeypatch.setattr(grouped, "has_kernel", _never if looped else plain)
+        run = msgspec.structs.replace(_run(_trainer(**common | {"dtype": dtype})), engine=NativeEngine(device="cpu"))
+        learner = Learner(mixture_path, run)
+        learner.accumulate(groups)
+        found.append([gradient.clone() for gradient in gradients_of(learner)])
+    for exact, loop, kernel in zip(*found, strict=True):
+        assert (kernel - exact).norm() <= 1.2 * (loop - exact).norm() + 1e-3 * exact.norm()
+
+
+def test_the_host_runs_ahead_of_a_card_with_experts(mixture_path: Path) -> None:
+    run = msgspec.structs.replace(_run(_trainer()), engine=NativeEngine(device="cpu"))
+    learner, groups = Learner(mixture_path, run), make_groups(8, vocabulary=32_000, longest=200)
+    learner.accumulate(groups)  # what is made once
+    (batch,) = pack((block(group, [1.0] * 4) for group in groups), 100_000)
+    batch = batch.to(CUDA)
+    assert waits(lambda: learner.token_logprobs(batch)) <= 3
+    assert waits(lambda: learner.accumulate(groups)) <= 20
 
 
 def test_the_host_runs_ahead_of_the_card(model_path: Path) -> None:

@@ -155,7 +155,6 @@ def test_more_active_experts_than_there_are_is_refused() -> None:
         ),
         (["engine=vllm", "engine.quantization=fp8"], "set rollout.precision=fp32 engine.quantization=none"),
         (["engine.device=cuda"], "kernels for experts have not run on a GPU yet; set engine.device=cpu"),
-        (["trainer.lora.rank=4"], "experts have no adapters; set trainer.lora.targets="),
         (
             ["rollout.max_tokens=4200000", "engine.max_length=4300000"],
             "the buffer stores 67.1 MB at most; set rollout.router_replay=off, or lower rollout.max_tokens",
@@ -196,9 +195,9 @@ def test_replay_without_experts_is_refused_with_the_way_out() -> None:
     )
 
 
-def test_adapters_on_attention_are_allowed() -> None:
-    targets = "trainer.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
-    run = compose(["experiment=quickstart", "model=moe", "trainer.lora.rank=4", targets])
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_adapters_on_experts_are_allowed(engine: str) -> None:
+    run = compose(["experiment=quickstart", "model=moe", f"engine={engine}", "trainer.lora.rank=4"])
     assert not [problem for problem in problems(run) if "lora" in problem]
 
 

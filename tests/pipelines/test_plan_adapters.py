@@ -52,6 +52,16 @@ def test_engines_that_load_whole_layers_hold_everything(monkeypatch: pytest.Monk
     assert _needs(VllmEngine(), "fp32").engine_base == 4 * count
 
 
+def test_each_expert_has_adapters_of_its_own() -> None:
+    experts = QWEN3_8B | EXPERTS
+    factors = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 8 * 3 * (4096 + 768)
+    found = _needs(NativeEngine(device="cpu"), "fp32", model=experts)
+    assert found.published == 4 * 16 * 36 * factors
+    dense = _needs(NativeEngine(device="cpu"), "fp32", model=experts | {"mlp_only_layers": [0, 35]})
+    more = 2 * (3 * (4096 + 12_288) - 8 * 3 * (4096 + 768))
+    assert dense.published == found.published + 4 * 16 * more
+
+
 def test_an_engine_that_reads_its_files_again_holds_nothing_more() -> None:
     assert _needs(NativeEngine(device="cpu"), "fp32").engine_base == 0
     assert _needs(FakeEngine()).engine_base == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 
 from asyncrl.buffer.reader import read_run
 from asyncrl.config import WarmStart
@@ -42,15 +43,31 @@ def test_routes_are_stored_replayed_and_reported(tmp_path: Path, experts: Path) 
     _check_routes(run, experts)
     with open_run(run) as tables:
         shares = tables.execute("SELECT route_mismatch FROM metrics").fetchall()
+        loads = tables.execute("SELECT expert_load_max, expert_idle FROM metrics").fetchall()
         stored = tables.execute("SELECT DISTINCT route_bytes / (len(tokens) - 1) FROM trajectories").fetchall()
     assert all(0 <= share < 0.5 for (share,) in shares)
+    assert all(1 <= busiest <= 2 and 0 <= idle <= 0.5 for busiest, idle in loads), "two of four experts a token"
     assert stored == [(4,)]
     assert asyncrl("report", run).code == 0
     data = re.search(r'id="data">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)
     assert data is not None
-    assert "Router replay" in json.dumps(json.loads(data[1]))
+    told = json.dumps(json.loads(data[1]))
+    assert all(title in told for title in ("Router replay", "Busiest expert", "Idle experts"))
     done = replay(run)
     assert done.out.splitlines()[-1].startswith("identical: 4 steps again"), done.err
+
+
+def test_adapters_on_experts_are_trained_and_published(tmp_path: Path, experts: Path) -> None:
+    """Engine and trainer agree on every version: the one merges, the other multiplies both."""
+    settings = "trainer.lora.rank=2", "trainer.lr=0.01", "max_staleness=0", "algorithm.router_aux_loss=0.01"
+    quickstart_runs.run(tmp_path, experts, graded(tmp_path), *settings)
+    metrics = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pydict()
+    assert max(metrics["mismatch_abs"]) < 1e-5
+    assert all(2 <= loss <= 4 for loss in metrics["router_aux_loss"]), "two of four experts a token"
+    (_, last) = numbered(tmp_path / "run" / "checkpoints")[-1]
+    saved = load_file(last / "adapter" / "adapter_model.safetensors")
+    changed = saved["base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight"]
+    assert changed.abs().max() > 1e-3
 
 
 def test_a_run_recorded_without_routes_is_resumed_without_them(tmp_path: Path, experts: Path) -> None:

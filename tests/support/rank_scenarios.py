@@ -70,11 +70,14 @@ def bf16_gradients(ranks: Ranks, folder: Path) -> None:
 
 
 def algorithms(ranks: Ranks, folder: Path) -> None:
-    """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised."""
+    """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised, experts
+    whose loads are figures."""
     chosen: list[Algorithm] = [Ppo(critic_warmup_steps=0), ReinforcePp(kl=Kl(coefficient=0.1, placement="reward"))]
     normalized = msgspec.structs.replace(RUN, correction=Importance(reject=(), batch_normalize=True))
-    for run in (normalized, *(msgspec.structs.replace(RUN, algorithm=algorithm) for algorithm in chosen)):
-        one, several = _both(folder, ranks, run)
+    scenes = [(normalized, TIED), (RUN, EXPERTS)]
+    scenes += [(msgspec.structs.replace(RUN, algorithm=algorithm), TIED) for algorithm in chosen]
+    for run, model in scenes:
+        one, several = _both(folder, ranks, run, model)
         for seed in range(2):
             groups = make_groups(3, seed)
             for learner in (one, several):
@@ -137,11 +140,16 @@ def _same(a: Learner, b: Learner) -> None:
 
 def adapters(ranks: Ranks, folder: Path) -> None:
     """LoRA: the same steps, files and publications."""
+    for model in (UNTIED, EXPERTS):
+        _adapters(ranks, folder, model)
+
+
+def _adapters(ranks: Ranks, folder: Path, model: str) -> None:
     run = msgspec.structs.replace(RUN, trainer=Trainer(lr=1e-2, lora=Lora(rank=2, targets=("q_proj", "down_proj"))))
-    one, several = _both(folder, ranks, run, UNTIED)
+    one, several = _both(folder, ranks, run, model)
     for seed in range(3):
         assert abs(_train(one, make_groups(2, seed)) - _train(several, make_groups(2, seed))) < 1e-5
-    saved = checkpoint.save(several, folder / "adapted", MANIFEST, model_path=folder / UNTIED, keep=1)
+    saved = checkpoint.save(several, folder / f"adapted-{model}", MANIFEST, model_path=folder / model, keep=1)
     checkpoint.restore(one, saved)
     source = several.source(torch.float32, adapters_only=True)
     specs, _ = source.layout()

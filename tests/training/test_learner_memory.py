@@ -17,7 +17,9 @@ from asyncrl.config import Run, Trainer
 from asyncrl.config.algorithm import Grpo, Importance, Kl, Ppo
 from asyncrl.config.drafter import DrafterTraining
 from asyncrl.config.engine import FakeEngine, VllmEngine
+from asyncrl.config.trainer import Lora
 from asyncrl.errors import CheckpointError
+from asyncrl.models import grouped
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
@@ -39,6 +41,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 SHAPES = {
     "llama": {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+    },
 }
 SIZES = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
 SMOLLM2 = ModelConfig.from_hf(tiny_model.SMOLLM2)
@@ -163,6 +174,22 @@ def test_compiled_gradients_are_those_of_the_plain_path(layers: int, model_path:
         assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_compiled_gradients_of_adapters_are_those_of_the_plain_path(family: str, tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, family)
+    targets: Any = ("q_proj", "v_proj", "up_proj", "down_proj")
+    plain, compiled = (
+        _learner(tmp_path, compile=compile, token_budget=120, lora=Lora(rank=4, targets=targets))
+        for compile in ("off", "on")
+    )
+    expected, found = (_trained(learner, make_groups(3)) for learner in (plain, compiled))
+    assert any(gradient.any() for gradient in expected)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
+
+
 def test_gradients_of_many_narrow_batches_add_up_in_fp32(model_path: Path) -> None:
     """Adding in bf16 would lose what is below a 256th of the sum."""
     narrow, wide = _learner(model_path, dtype="bf16", token_budget=50), _learner(model_path)
@@ -233,9 +260,15 @@ def _attention(tokens: int, spread: int) -> Callable[[int, Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("spread", [1, 3])
-def test_activations_are_those_that_autograd_keeps(family: str, recompute: bool, spread: int) -> None:
+def test_activations_are_those_that_autograd_keeps(
+    family: str, recompute: bool, spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(grouped, "has_kernel", always)  # as on a GPU
     tokens = 2048
     config = ModelConfig.from_hf(SIZES | SHAPES[family])
     model = Decoder(config, torch.bfloat16)

@@ -16,12 +16,11 @@ from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.errors import RouteError
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.experts import Route
 from asyncrl.models.packed import packed_attention
 from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import PackedBatch, block, pack
 from asyncrl.training.learner import Learner
-from asyncrl.training.routes import ReplayedRoutes
+from asyncrl.training.routes import ObservedRoutes
 from asyncrl.types import Group, Segment, Slot, Trajectory
 from tests.support.driving import LONG, Answer, ask, collect_all, serving
 from tests.support.routes import routes_of, shape_of
@@ -142,12 +141,15 @@ def test_a_route_differs_by_its_experts_not_by_their_order() -> None:
     """Of three tokens in two layers; the second layer is computed again and not counted again."""
     scores_T_X = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.3, 0.1, 0.4, 0.2]])
     routes_T_L_C = torch.tensor([[[0, 1], [1, 0]], [[3, 2], [0, 1]], [[1, 3], [2, 1]]], dtype=torch.uint8)
-    replay: Route = ReplayedRoutes(routes_T_L_C, layers=(1, 3))
+    predict_L = torch.tensor([0, 0, 1, 2])  # two samples begin after the first token
+    replay = ObservedRoutes(RouteShape(layers=(1, 3), active=2, experts=4), predict_L, routes_T_L_C)
     assert replay(1, scores_T_X).tolist() == [[0, 1], [3, 2], [1, 3]]
     for _ in range(2):
         assert replay(3, scores_T_X).tolist() == [[1, 0], [0, 1], [2, 1]]
-    assert isinstance(replay, ReplayedRoutes)
-    assert replay.differing.tolist() == [0, 0.5, 1]
+    found = replay.found
+    assert found.rerouted_L is not None
+    assert found.rerouted_L.tolist() == [0, 0, 0.5, 1]
+    assert found.load_N_X.tolist() == [[2, 3, 1, 2], [3, 4, 1, 0]]
 
 
 def test_more_than_256_experts_take_two_bytes_each() -> None:
@@ -155,7 +157,7 @@ def test_more_than_256_experts_take_two_bytes_each() -> None:
     assert shape.token_bytes == 4
     routes = np.array([[[299, 3]], [[0, 256]]], np.uint16)
     assert np.array_equal(shape.read(routes.tobytes()), routes)
-    replayed = ReplayedRoutes(torch.from_numpy(routes), shape.layers)
+    replayed = ObservedRoutes(shape, torch.arange(2), torch.from_numpy(routes))
     assert replayed(0, torch.rand(2, 300)).tolist() == [[299, 3], [0, 256]]
 
 

@@ -38,7 +38,19 @@ def learning(run: Recorded) -> list[Chart]:
     charts.append(
         _lines(run, "Completion length", {"length_mean": "mean", "length_max": "longest"}, "tokens", from_zero=True)
     )
-    return charts
+    return charts + _load(run)
+
+
+def _load(run: Recorded) -> list[Chart]:
+    """Nothing for a model without experts."""
+    note = "tokens of the busiest expert over the mean, averaged over the layers; 1 is an even load"
+    charts = [
+        _lines(run, "Busiest expert", {"expert_load_max": "busiest"}, "times the mean load", from_zero=True, note=note),
+        _lines(
+            run, "Idle experts", {"expert_idle": "without a token"}, "share of experts", percent=True, from_zero=True
+        ),
+    ]
+    return [chart for chart in charts if chart["series"]]
 
 
 def _parts(run: Recorded) -> list[Chart]:

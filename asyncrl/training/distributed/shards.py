@@ -87,6 +87,13 @@ def read_rows(files: TensorFiles, name: str, target: Tensor, ranks: Ranks) -> No
         ranks.mine(target).copy_(files.rows(name, rows, target.shape))
 
 
+@torch.no_grad()
+def read_parts(files: TensorFiles, parts: Sequence[Part], target: Tensor, ranks: Ranks) -> None:
+    """The same of one that is made of several."""
+    if rows := ranks.rows(target):
+        ranks.mine(target).copy_(_fused_rows(files, parts, rows, target.shape[1:]))
+
+
 Read = Callable[[str, tuple[Part, ...], torch.dtype], Tensor]
 """(our name of a parameter, what it is made of, dtype) -> all of it, on every rank."""
 
