@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from asyncrl.config import Run
 from asyncrl.config.algorithm import Importance
 from asyncrl.config.trainer import PROJECTIONS, Lora, Trainer
-from asyncrl.models.config import ATTENTION, ModelConfig, gated_shapes, projection_shapes, read_config
+from asyncrl.models.config import ATTENTION, ModelConfig, projection_shapes, read_config
 from asyncrl.system.compiler import compiles
 from asyncrl.training.advantages import with_advantages
 from asyncrl.training.batches import Answer, Block, pack
@@ -212,10 +212,10 @@ def model_flops(config: ModelConfig, blocks: Sequence[Block], *, frozen: bool = 
 
 def _used_weights(config: ModelConfig, layer: int) -> int:
     """Of the matrices that a token passes: of the experts, its own, and the router."""
-    experts, gated = config.experts_of(layer), gated_shapes(config, layer)
-    used = [shape for name, shape in projection_shapes(config).items() if name in ATTENTION]
-    used += gated if experts is None else [*gated[: 3 * experts.active], (experts.count, config.hidden_size)]
-    return sum(rows * columns for rows, columns in used)
+    experts = config.experts_of(layer)
+    copies, router = (1, 0) if experts is None else (experts.active, experts.count * config.hidden_size)
+    shapes = projection_shapes(config, layer).items()
+    return router + sum(rows * columns * (1 if name in ATTENTION else copies) for name, (rows, columns) in shapes)
 
 
 class Ours:
