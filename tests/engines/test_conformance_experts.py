@@ -43,9 +43,10 @@ def reference(path: Path, family: str) -> PreTrainedModel:  # noqa: F811
 
 
 VLLM = pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])
+PAGED = pytest.param("paged", marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=[*dense.NATIVE, VLLM])
+@pytest.fixture(params=["native", PAGED, pytest.param("cuda", marks=dense.ON_GPU), VLLM])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:  # noqa: F811
     return dense.driver_for(request, path)
 

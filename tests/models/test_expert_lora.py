@@ -127,7 +127,7 @@ def test_the_saved_adapter_is_the_same_model_under_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "base", "qwen3_moe", **MIXED)
     first, second = (_learner(tmp_path / "base", dtype=dtype, targets=TARGETS["some"]) for _ in range(2))
