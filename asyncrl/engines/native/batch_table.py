@@ -51,10 +51,6 @@ class RouteTable(Protocol):
         """The first `length` positions of a row are those of another."""
         ...
 
-    def save(self, row: int, begin: int, end: int) -> None:
-        """Those from `begin` to `end` will be read, though the row is computed again."""
-        ...
-
     def read(self, row: int, begin: int, end: int) -> bytes: ...
 
 
@@ -151,15 +147,6 @@ class BatchTable:
             routes = self.routes.read(row, int(self.routed[row]), end - 1)
             self.routed[row] = end - 1
         return self.tokens[row, begin:end], self.logprobs[row, begin:end], routes
-
-    def give_up(self, row: int, known: int) -> None:
-        """A row is computed again from the start. `known`: its tokens, with one that is being sampled. The routes of
-        those before a sampled one stay as they were."""
-        if self.routes is not None and known > self.segment[row]:
-            self.routes.save(row, int(self.routed[row]), min(known - 1, int(self.computed[row])))
-        self.computed[row] = self.head_computed[row] = 0
-        if self.drafts is not None:
-            self.drafts.count[row] = 0
 
     def uniforms_of(self, purpose: Purpose, positions_N_W: Column) -> Column:
         """Random numbers for tokens of the live rows at any positions."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,19 +33,10 @@ def build_native(
     found = numerics(precision, fp8 or Fp8())
     dtype = torch.bfloat16 if settings.carrier(precision) == "bf16" else torch.float32
     chooser = build_chooser(drafter, learned)
+    common: Any = {"name": name, "dtype": dtype, "numerics": found, "chooser": chooser, "routes": routes}
     if not settings.on_gpu(drafter, torch.cuda.is_available()):
         torch.set_num_threads(settings.threads)
-        return NativeEngine(
-            model_path,
-            settings,
-            drafter,
-            name=name,
-            dtype=dtype,
-            numerics=found,
-            chooser=chooser,
-            tap=tap,
-            routes=routes,
-        )
+        return NativeEngine(model_path, settings, drafter, tap=tap, **common)
     if tap is not None:
         raise EngineError(
             "on a GPU the native engine's hidden states do not leave its captured graphs; use "
@@ -52,14 +44,4 @@ def build_native(
         )
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
-    return CudaEngine(
-        model_path,
-        settings,
-        drafter,
-        name=name,
-        dtype=dtype,
-        numerics=found,
-        chooser=chooser,
-        adapted=adapted,
-        routes=routes,
-    )
+    return CudaEngine(model_path, settings, drafter, adapted=adapted, **common)

@@ -203,7 +203,14 @@ class CudaEngine(RowEngine):
             self._speculation = Speculation(self._drafter, self._slots, drafts, self._tally)
         move = self._move_row if decoding.drafting is not None else None
         self._planner = Planner(
-            self._slots, table, self._waiting, decoding.copy_pages, tiles=sizes.tiles, tile=sizes.tile, move=move
+            self._slots,
+            table,
+            self._waiting,
+            decoding.copy_pages,
+            tiles=sizes.tiles,
+            tile=sizes.tile,
+            move=move,
+            routes=routes,
         )
 
     def _shut(self) -> None:

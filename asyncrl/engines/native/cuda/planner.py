@@ -25,6 +25,7 @@ from asyncrl.engines.cooperative import Job
 from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cuda.inputs import Fields, Shape
 from asyncrl.engines.native.cuda.pages import Copy, PageTable, pages_of
+from asyncrl.engines.native.cuda.routes import RoutePages
 from asyncrl.engines.native.sampling import Column, Purpose
 
 NONE = -1
@@ -43,8 +44,10 @@ class Planner:
         tiles: int,
         tile: int,
         move: Callable[[int, int], None] | None = None,
+        routes: RoutePages | None = None,
     ) -> None:
         """`move` is told when a row becomes another one."""
+        self._routes = routes
         self._slots, self._pages, self._waiting, self._copy, self._move = slots, pages, waiting, copy, move
         self._max_rows, self._tiles, self._tile = len(slots.index), tiles, tile
         self.source = np.full(self._max_rows, NONE)
@@ -280,7 +283,12 @@ class Planner:
 
     def _evict(self, job: Job) -> None:
         """Its tokens stay; keys and values are computed again."""
-        self._slots.give_up(job.row, self._end(job.row))
-        self._pages.release(job.row)
+        slots, row, known = self._slots, job.row, self._end(job.row)
+        if self._routes is not None and known > slots.segment[row]:  # those before a sampled token stay as they were
+            self._routes.save(row, int(slots.routed[row]), min(known - 1, int(slots.computed[row])))
+        self._pages.release(row)
+        slots.computed[row] = slots.head_computed[row] = 0
+        if slots.drafts is not None:
+            slots.drafts.count[row] = 0
         lagging = {job, *(other for other in self._lagging if other.row >= 0)}  # some may have ended meanwhile
         self._lagging = sorted(lagging, key=self._ages.__getitem__)

@@ -36,6 +36,7 @@ class RoutePages:
         """Pages are shared or copied already."""
 
     def save(self, row: int, begin: int, end: int) -> None:
+        """Those from `begin` to `end` will be read, though the row gives up its pages and is computed again."""
         self._timeline.wait()  # the last ones may be of the running step
         self._saved[row] = begin, self._array(row, begin, end)
 
