@@ -204,9 +204,9 @@ def make(name: str, model: Path, arguments: argparse.Namespace) -> Engine:
     batch, memory = max(arguments.batches), arguments.memory
     if name == "native":
         native = NativeEngine(device="cuda", max_batch=batch, memory=memory)
-        return build_native(model, native, NoDrafter(), name=name, precision="bf16")
+        return build_native(model, native, NoDrafter(), name=name, precision=arguments.precision)
     settings = VllmEngine(max_batch=batch, memory=memory, reproducible=False)
-    return build_vllm(model, settings, NoDrafter(), name=name, precision="bf16")
+    return build_vllm(model, settings, NoDrafter(), name=name, precision=arguments.precision)
 
 
 def random_weights(config: ModelConfig, device: str) -> Decoder:
@@ -263,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--memory", type=float, default=0.85)
+    parser.add_argument("--precision", choices=("bf16", "fp8", "fp8_full"), default="bf16")
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)
     if (parsed.model is None) == (parsed.shape is None):

@@ -12,6 +12,10 @@ import torch
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)
 
+# A function is compiled again for frozen inputs, without gradients, for adapters: a process that trains several models
+# does all of that. The default, 8, would end it.
+torch.compiler.config.recompile_limit = 64
+
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

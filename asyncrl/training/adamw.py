@@ -13,7 +13,8 @@ writes each number once when it is compiled. The same numbers go in and come out
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -305,13 +306,31 @@ def _on_card(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _host(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
     """Memory of the host that the card can copy from and to by itself."""
-    found = torch.zeros(numel, dtype=dtype)
-    if device.type == "cuda" and numel:
-        # Not pin_memory, which rounds sizes up to powers of two.
-        code = cast(Any, torch.cuda.cudart()).cudaHostRegister(found.data_ptr(), found.nbytes, 0)
-        if int(code):
-            raise RuntimeError(f"trainer.offload cannot pin {found.nbytes} bytes of host memory (CUDA error {code})")
-    return found
+    if device.type != "cuda" or not numel:
+        return torch.zeros(numel, dtype=dtype)
+    return torch.frombuffer(PinnedMemory(numel * dtype.itemsize), dtype=dtype)
+
+
+class PinnedMemory(mmap):
+    """Zeros that CUDA may copy as they lie, until nothing refers to them.
+
+    Not `pin_memory`, which rounds sizes up to powers of two. Not pages that others use too: memory that is given back
+    while CUDA takes it for pinned is read and written at its old place by whoever gets it next.
+    """
+
+    def __new__(cls, size: int) -> Self:
+        return super().__new__(cls, -1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+
+    def __init__(self, size: int) -> None:
+        self._address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        if code := int(cast(Any, torch.cuda.cudart()).cudaHostRegister(self._address, size, 0)):
+            self._address = 0
+            raise RuntimeError(f"trainer.offload cannot pin {size} bytes of host memory (CUDA error {code})")
+
+    def __del__(self) -> None:
+        if self._address:
+            torch.cuda.synchronize()  # a copy may be on its way
+            cast(Any, torch.cuda.cudart()).cudaHostUnregister(self._address)
 
 
 class Staging:

@@ -85,7 +85,8 @@ def test_a_token_has_the_route_of_the_weights_that_it_was_first_fed_with(
 ) -> None:
     tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], seed=1)
     before, after = load_model(path)[0], load_model(tmp_path)[0]
-    request = ask("a", max_tokens=40)
+    sampled = 200 if engine.kind == "cuda" else 40  # a card samples 40 before the weights are there
+    request = ask("a", max_tokens=sampled)
 
     async def run() -> Answer:
         async with serving(engine(path)) as serves:
@@ -99,7 +100,7 @@ def test_a_token_has_the_route_of_the_weights_that_it_was_first_fed_with(
     assert answer.versions == [0, 1]
     routes, tokens = returned(answer, shape), fed(request, answer)
     cut = len(PROMPT) + len(answer.segments[0]) - 1
-    assert (len(routes), len(answer.segments[0].route_bytes)) == (len(PROMPT) + 39, cut * shape.token_bytes)
+    assert (len(routes), len(answer.segments[0].route_bytes)) == (len(PROMPT) + sampled - 1, cut * shape.token_bytes)
     assert np.array_equal(routes[:cut], routes_of(before, tokens)[:cut])
     if on_update == "recompute":  # else new weights look at old keys, which no single forward does
         assert np.array_equal(routes[cut:], routes_of(after, tokens)[cut:])
