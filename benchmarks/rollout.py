@@ -41,8 +41,6 @@ from asyncrl.simulation.profile import ExpertStep
 from asyncrl.types import Request, Sampling
 from benchmarks.expand import SHAPES
 
-SETTLE_S = 0.5
-"""For all readers to be decoding."""
 FIRST_TIMEOUT_S = 120.0
 """For the first tokens: a fresh engine compiles what it has not yet met."""
 WANTED, WANTED_BEYOND, UP_TO = 1.0, 0.8, 32
@@ -171,7 +169,7 @@ async def session(name: str, engine: Engine, config: ModelConfig, arguments: arg
     for batch in arguments.batches:
         readers = Readers(engine, batch, config.vocabulary, arguments.context)
         await readers.all_served()
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(arguments.settle)
         limit_ms = 1e3 * step_bytes(config, batch, arguments.context) / arguments.bandwidth
         found.append(await measure(engine, name, batch, arguments.seconds, limit_ms))
         await readers.close()
@@ -261,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", nargs="+", choices=("native", "vllm"), default=["native", "vllm"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--settle", type=float, default=4.0, help="seconds before it, in which graphs are captured")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--memory", type=float, default=0.85)
     parser.add_argument("--precision", choices=("bf16", "fp8", "fp8_full"), default="bf16")

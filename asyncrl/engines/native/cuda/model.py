@@ -181,7 +181,7 @@ class CudaModel:
         self.kernels.choose(logits_T_X, mlp.config.renormalized, chosen_T_C, weight_T_C)
         if record is not None:
             record(chosen_T_C)
-        rows = SortedRows.empty(tokens, active, count, x_T_E.device)
+        rows = SortedRows.empty(tokens, active, count, x_T_E.device, fp8=isinstance(mlp.up, Fp8Matrix))
         self.kernels.sort(chosen_T_C, count, rows)
         up_P_X = x_T_E.new_empty(rows.row_P.shape[0], 2 * mlp.config.width)
         self.kernels.expert_product(self._quantized_for(mlp.up, normed_T_E), mlp.up, rows, up_P_X, first=True)

@@ -1,6 +1,7 @@
 """What kernels are told, and which ones there are: in Triton for a GPU (`triton_kernels`), in torch for a CPU."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
 import torch
@@ -96,6 +97,11 @@ class Fp8Matrix(NamedTuple):
     """Blocks are 128 outputs high throughout."""
 
 
+_TILES = (8, 16), (20, 32), (64, 64), (inf, 128)
+"""How high tiles are, for up to so many rows of an expert on average: an expert that fits into one is read once."""
+_FP8_TILES = (16, 16), (inf, 64)
+
+
 class SortedRows(NamedTuple):
     """Rows, a token once for each of its experts, by expert. A tile has rows of one expert."""
 
@@ -109,10 +115,10 @@ class SortedRows(NamedTuple):
     """Of each tile; -1: there is none."""
 
     @classmethod
-    def empty(cls, tokens: int, active: int, experts: int, device: torch.device) -> "SortedRows":
-        """Room for any choice. Tiles are as high as experts have rows on average, so that few are read twice."""
+    def empty(cls, tokens: int, active: int, experts: int, device: torch.device, *, fp8: bool) -> "SortedRows":
+        """Room for any choice."""
         rows = tokens * active
-        tile = next((size for size in (16, 32, 64) if rows <= size * experts), 128)
+        tile = next(tile for mean, tile in (_FP8_TILES if fp8 else _TILES) if rows <= mean * experts)
         used = min(rows, experts)
         tiles = used + (rows - used) // tile
         return cls(
