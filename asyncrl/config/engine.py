@@ -149,10 +149,6 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     def label(self) -> str:
         return f"{self.kind} on a GPU" if self.device == "cuda" else self.kind
 
-    def expert_problems(self, precision: str, hidden_size: int, *, gpu: bool) -> Iterator[str]:
-        if self.may_use_gpu:
-            yield f"engine.device={self.device}: kernels for experts have not run on a GPU yet; set engine.device=cpu"
-
     @property
     def returns_routes(self) -> Literal["always", "on_gpu", "never"]:
         return "always"

@@ -158,8 +158,6 @@ def _local(settings: Sequence[str]) -> list[str]:
         own.append(f"name=shown-{len(list(Path('runs').iterdir()))}")
     if "experiment=one_gpu_8b" in own:
         names.add("trainer.device")  # a CPU has nothing to offload from
-    if "experiment=one_gpu_30b_a3b" in own:
-        own.append("engine.device=cpu")  # experts are refused on a GPU until their kernels have run on one
     short = [word for word in SHORT if word.partition("=")[0] not in names]
     return [*own, *(word for word in short if "trainer.ranks" not in names or "cluster" not in word)]
 

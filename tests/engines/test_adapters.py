@@ -44,9 +44,9 @@ VLLM = pytest.param("vllm", marks=needs_vllm)
 
 
 class Scene:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, family: str = "qwen3", **settings: Any) -> None:
         self.path = folder / "base"
-        base = tiny_checkpoint(self.path, tie_word_embeddings=True)
+        base = tiny_checkpoint(self.path, family, tie_word_embeddings=True, **settings)
         tiny_checkpoint(folder / "wider", tie_word_embeddings=True, hidden_size=64)
         self.wider = folder / "wider"
         trainer = Adapted(self.path)
@@ -69,12 +69,15 @@ def shared_vllm(scene: Scene) -> Iterator[SharedVllm]:
 def _driver(request: pytest.FixtureRequest, scene: Scene) -> Driver:
     if request.param == "vllm":
         return request.getfixturevalue("shared_vllm")
-    make = {
+    return Driver(_makers()[request.param], scene.path)
+
+
+def _makers() -> dict[str, MakeEngine]:
+    return {
         "native": native,
         "paged": partial(paged, adapted=LORA.targets),
         "cuda": partial(cuda, adapted=LORA.targets),
     }
-    return Driver(make[request.param], scene.path)
 
 
 @pytest.fixture(params=[*NATIVE, VLLM])
@@ -199,6 +202,24 @@ def test_every_transport_carries_them(make: MakeEngine, scene: Scene, transport:
         async with serving(make(scene.path)) as engine:
             how: Any = {"transport": name, "delta": bool(delta)}
             with publishing_adapters(scene.path, **how) as publish:
+                for version in (1, 2):
+                    await engine.load_weights(publish(version), "keep")
+                    answer = await collect(engine, ask("a", max_tokens=20))
+                    expected = behaviour(scene.models, PROMPT, answer, "keep")
+                    np.testing.assert_allclose(answer.logprobs, expected, atol=EXACT)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [*NATIVE])
+@pytest.mark.parametrize("dense", [[], [0]], ids=["experts", "mixed"])
+def test_every_expert_has_its_own(kind: str, dense: list[int], tmp_path: Path) -> None:
+    """Layers that have experts may all be alike, or have a dense one among them."""
+    scene = Scene(tmp_path, "qwen3_moe", mlp_only_layers=dense)
+
+    async def run() -> None:
+        async with serving(_makers()[kind](scene.path)) as engine:
+            with publishing_adapters(scene.path) as publish:
                 for version in (1, 2):
                     await engine.load_weights(publish(version), "keep")
                     answer = await collect(engine, ask("a", max_tokens=20))

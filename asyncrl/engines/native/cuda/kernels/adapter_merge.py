@@ -1,9 +1,9 @@
-"""Base weights plus adapters, written to where they are served from: all layers of a projection by one launch.
+"""Base weights plus adapters, written to where they are served from: all matrices of a projection by one launch.
 
 Each number of the base is read once and each merged one written once, so this takes as long as a copy of the weights.
 FP8 is made of the merged numbers on the way, block by block, as `asyncrl.precision.quantizer` defines it.
 
-Axis suffixes: L layers, O outputs, I inputs, R rank, X some of the layers.
+Axis suffixes: M matrices of all layers and experts, O outputs, I inputs, R rank, X some of the matrices.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,18 +41,18 @@ def _merge(
     POWER_OF_TWO: tl.constexpr,
 ):
     entry = table + 4 * tl.program_id(2)
-    layer = tl.load(entry)
+    number = tl.load(entry)
     row = (tl.program_id(1) * SIDE + tl.arange(0, SIDE)).to(tl.int64)[:, None]
     column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[None, :]
     place, inside = row * inputs + column, (row < outputs) & (column < inputs)
-    base_O_I = tl.load(base + layer * outputs * inputs + place, mask=inside, other=0.0)
+    base_O_I = tl.load(base + number * outputs * inputs + place, mask=inside, other=0.0)
     change_O_I = tl.zeros([SIDE, SIDE], tl.float32)
     for first in tl.static_range(0, RANK, AT_ONCE):
         across, below = first + tl.arange(0, AT_ONCE)[None, :], first + tl.arange(0, AT_ONCE)[:, None]
         up_O_R = tl.load(
-            up + (layer * outputs + row) * RANK + across, mask=(row < outputs) & (across < RANK), other=0.0
+            up + (number * outputs + row) * RANK + across, mask=(row < outputs) & (across < RANK), other=0.0
         )
-        down_place = (layer * RANK + below) * inputs + column
+        down_place = (number * RANK + below) * inputs + column
         down_R_I = tl.load(down + down_place, mask=(below < RANK) & (column < inputs), other=0.0)
         up_O_R, down_R_I = up_O_R.to(base.dtype.element_ty), down_R_I.to(base.dtype.element_ty)
         change_O_I = tl.dot(up_O_R, down_R_I, change_O_I, input_precision="ieee")
@@ -76,7 +76,7 @@ def merger(merges: Sequence[Merge]) -> Callable[[Flat], None]:
     tables = _tables(merges)
     for merge, table_X_4 in zip(merges, tables, strict=True):
         nothing = torch.zeros(_RANKS[0], device=table_X_4.device)
-        _launch(merge, table_X_4[:0], nothing, nothing)  # of no layers, but now it is compiled
+        _launch(merge, table_X_4[:0], nothing, nothing)  # of no matrices, but now it is compiled
 
     def run(flat: Flat) -> None:
         for merge, table_X_4 in zip(merges, tables, strict=True):
@@ -85,13 +85,13 @@ def merger(merges: Sequence[Merge]) -> Callable[[Flat], None]:
     return run
 
 
-def _launch(merge: Merge, table_X_4: Tensor, down_L_R_I: Tensor, up_L_O_R: Tensor) -> None:
-    _, outputs, inputs = merge.base_L_O_I.shape
-    rank, (fewest, most) = merge.down.shape[1], _RANKS
+def _launch(merge: Merge, table_X_4: Tensor, down_M_R_I: Tensor, up_M_O_R: Tensor) -> None:
+    _, outputs, inputs = merge.base_M_O_I.shape
+    rank, (fewest, most) = merge.down.shape[-2], _RANKS
     _merge[(triton.cdiv(inputs, _SIDE), triton.cdiv(outputs, _SIDE), len(table_X_4))](
-        merge.base_L_O_I,
-        down_L_R_I,
-        up_L_O_R,
+        merge.base_M_O_I,
+        down_M_R_I,
+        up_M_O_R,
         table_X_4,
         outputs,
         inputs,
@@ -107,14 +107,14 @@ def _launch(merge: Merge, table_X_4: Tensor, down_L_R_I: Tensor, up_L_O_R: Tenso
 
 
 def _tables(merges: Sequence[Merge]) -> Sequence[Tensor]:
-    """Of each merge, by layers: the number of the layer, where its values and where its scales are written to, and
+    """Of each merge, by matrices: the number of the matrix, where its values and where its scales are written to, and
     nothing, because Triton compiles anew for an address that is no multiple of 16. The host waits once for all."""
     if not merges:
         return ()
     rows: list[tuple[int, int, int, int]] = []
     for merge in merges:
-        assert all(each.is_contiguous() for each in (merge.base_L_O_I, *merge.targets, *merge.scales))
-        places = zip(merge.layers, merge.targets, merge.scales or merge.targets, strict=True)
-        rows += [(layer, target.data_ptr(), scales.data_ptr(), 0) for layer, target, scales in places]
-    table_X_4 = torch.tensor(rows, dtype=torch.int64).to(merges[0].base_L_O_I.device)
-    return table_X_4.split([len(merge.layers) for merge in merges])
+        assert all(each.is_contiguous() for each in (merge.base_M_O_I, *merge.targets, *merge.scales))
+        places = zip(merge.numbers, merge.targets, merge.scales or merge.targets, strict=True)
+        rows += [(number, target.data_ptr(), scales.data_ptr(), 0) for number, target, scales in places]
+    table_X_4 = torch.tensor(rows, dtype=torch.int64).to(merges[0].base_M_O_I.device)
+    return table_X_4.split([len(merge.numbers) for merge in merges])

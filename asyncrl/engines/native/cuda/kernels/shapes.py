@@ -172,16 +172,18 @@ class Move(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """The adapters of a projection in some layers, added to the base. L counts all layers."""
+    """The adapters of a projection, added to the base in some of its matrices. M counts all: those of every layer, and
+    of every expert where layers have experts."""
 
     down: TensorSpec
-    """Of a publication: L_R_I."""
+    """Of a publication: M_R_I."""
     up: TensorSpec
-    """With its scale: L_O_R."""
-    base_L_O_I: Tensor
-    layers: Sequence[int]
+    """With its scale: M_O_R."""
+    base_M_O_I: Tensor
+    numbers: Sequence[int]
+    """Of the matrices."""
     targets: Sequence[Tensor]
-    """Of these layers, each O_I and in one piece: in the number format of the base, or in FP8 made of that."""
+    """Of these, each O_I and in one piece: in the number format of the base, or in FP8 made of that."""
     scales: Sequence[Tensor] = ()
     """Of targets in FP8."""
     power_of_two: bool = False

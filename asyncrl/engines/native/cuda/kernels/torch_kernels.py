@@ -160,15 +160,15 @@ def mover(moves: Sequence[Move]) -> Callable[[Flat], None]:
 def merger(merges: Sequence[Merge]) -> Callable[[Flat], None]:
     def run(flat: Flat) -> None:
         for merge in merges:
-            down_L_R_I, up_L_O_R = flat.tensor(merge.down), flat.tensor(merge.up)
-            for number, (layer, target_O_I) in enumerate(zip(merge.layers, merge.targets, strict=True)):
-                merged_O_I = lora.merge(merge.base_L_O_I[layer], down_L_R_I[layer], up_L_O_R[layer])
+            down_M_R_I, up_M_O_R = (flat.tensor(spec).flatten(0, -3) for spec in (merge.down, merge.up))
+            for place, (number, target_O_I) in enumerate(zip(merge.numbers, merge.targets, strict=True)):
+                merged_O_I = lora.merge(merge.base_M_O_I[number], down_M_R_I[number], up_M_O_R[number])
                 if not merge.scales:
                     target_O_I.copy_(merged_O_I)
                     continue
                 found = quantize_unchecked(merged_O_I, WEIGHT_BLOCK, power_of_two=merge.power_of_two)
                 target_O_I.view(torch.uint8).copy_(found.values_N_C.view(torch.uint8))
-                merge.scales[number].copy_(found.scales_B_B)
+                merge.scales[place].copy_(found.scales_B_B)
 
     return run
 
