@@ -87,6 +87,18 @@ class Fp8Error(DivergenceError):
     """Completions in FP8 are further off than the run allows, which is to start again without FP8."""
 
 
+class StoppedError(AsyncRLError, InterruptedError):
+    """The run was asked to end, by a signal, and has; the message says how it goes on."""
+
+    exit_code = 10
+
+
+class RayError(AsyncRLError, ConnectionError):
+    """Ray could not be started, or one of its own processes died."""
+
+    exit_code = 11
+
+
 class ClusterError(AsyncRLError, ConnectionError):
     """A cluster could not be brought up, reached or taken down; the message says at which stage."""
 

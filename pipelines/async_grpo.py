@@ -11,6 +11,8 @@ synchronous loop: a place is given only after the weights that the group will be
 With `staleness=ess` or `kl` a controller narrows both after each step: the bound that places are given under, and
 which steps are published.
 A resumed run first replays the recorded deliveries, then generation begins.
+A run that is asked to stop does so where it waits for groups: the step in hand is left, and a checkpoint of the last
+one written. A resumed run is delivered the same groups again.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from actors.fleet import Fleet
 from actors.publisher import Published
 from actors.trainer.actor import Accumulated
 from asyncrl.config import Run
-from asyncrl.errors import AsyncRLError, DivergenceError, Fp8Error
+from asyncrl.errors import AsyncRLError, DivergenceError, Fp8Error, StoppedError
 from asyncrl.fleet.ready_window import ReadyWindow
 from asyncrl.fleet.staleness import Decision, StalenessController
 from asyncrl.tasks.base import Task
@@ -32,18 +34,22 @@ from pipelines.evaluate import evaluate
 from pipelines.fleet.elastic import ElasticPool, Waits, tune
 from pipelines.fleet.engine_pool import EnginePool
 from pipelines.recording.recorder import Recorder
+from pipelines.supervision.stopping import Stopping
 from pipelines.supervision.watchdog import backstop
 
 
 class AsyncGrpo:
     """One run of the loop, from `first_step` to the last."""
 
-    def __init__(self, run: Run, fleet: Fleet, task: Task, recorder: Recorder, *, first_step: int) -> None:
+    def __init__(
+        self, run: Run, fleet: Fleet, task: Task, recorder: Recorder, stopping: Stopping, *, first_step: int
+    ) -> None:
         self._run = run
         self._fleet = fleet
         self._task = task
         self._recorder = recorder
-        self._first_step = self._saved = first_step
+        self._unless_stopped = stopping.unless
+        self._first_step = self._saved = self._done = first_step
         self._controller = StalenessController(run.staleness, run.max_staleness)
         self._window = ReadyWindow(run)
         for row in recorder.rows:  # a resumed run goes on where the controller was
@@ -56,7 +62,7 @@ class AsyncGrpo:
 
     async def run(self) -> None:
         # Also the first time: then engines have proven that they hold what is trained, and the way to them is open.
-        await self._publish()
+        await self._unless_stopped(self._publish())
         if not self._first_step:
             await self._evaluate(0)
         self._recorder.begin()
@@ -67,9 +73,15 @@ class AsyncGrpo:
                 beside.append(
                     tasks.create_task(self._fleet.drafter.serve(self._recorder.drafter, self._recorder.drafter_lost))
                 )
-            for step in range(self._first_step, self._run.steps):
-                await self._train_step(step, tasks)
-                await self._after_step(step + 1)
+            try:
+                for step in range(self._first_step, self._run.steps):
+                    await self._train_step(step, tasks)
+                    await self._after_step(step + 1)
+            except StoppedError:
+                beside[0].cancel()  # nothing more is admitted
+                if self._done > self._saved and self._saves:
+                    await self._save(self._done)
+                raise
             await self._published()
             for task in beside:
                 task.cancel()
@@ -118,10 +130,12 @@ class AsyncGrpo:
             await self._end_replay()
             begun = time.time()
             with self._waits.trainer():
-                delivery = await fleet.buffer.take(
-                    min_groups=flow.groups_per_take,
-                    max_groups=flow.groups_per_step - taken,
-                    timeout_s=backstop(self._run),
+                delivery = await self._unless_stopped(
+                    fleet.buffer.take(
+                        min_groups=flow.groups_per_take,
+                        max_groups=flow.groups_per_step - taken,
+                        timeout_s=backstop(self._run),
+                    )
                 )
             waited += time.time() - begun
             starved += delivery.starved * (time.time() - begun)
@@ -142,6 +156,7 @@ class AsyncGrpo:
             raise
         self._recorder.span("update", begun, step=step)
         await fleet.buffer.commit(step)
+        self._done = step + 1
         pace = self._controller.observe(report.figures)
         if self._may_generate.is_set():  # a replay waits for nobody
             seconds = time.time() - started
@@ -208,10 +223,15 @@ class AsyncGrpo:
     async def _save_before(self, step: int) -> None:
         """The weights before a step that was refused: with other settings a resumed run goes on from there, and takes
         no step again that was taken with the old ones."""
-        if step == self._saved or not (self._run.checkpoint.every or self._run.checkpoint.last):
+        if step == self._saved or not self._saves:
             return
         with suppress(AsyncRLError, OSError):  # why the run stops is worth more than the checkpoint
             await self._save(step)
+
+    @property
+    def _saves(self) -> bool:
+        """Whether the run writes checkpoints at all."""
+        return bool(self._run.checkpoint.every) or self._run.checkpoint.last
 
     def _evaluates_after(self, steps_done: int) -> bool:
         every = self._run.evaluation.every
@@ -219,6 +239,7 @@ class AsyncGrpo:
 
     async def _evaluate(self, steps_done: int) -> None:
         begun = time.time()
-        scores = await self._engines.repeat(lambda engines: evaluate(self._run, engines, self._task))
+        asking = self._engines.repeat(lambda engines: evaluate(self._run, engines, self._task))
+        scores = await self._unless_stopped(asking)
         if scores is not None:
             self._recorder.evaluation(steps_done, begun, scores)

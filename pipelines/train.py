@@ -4,6 +4,7 @@ The same two functions serve the command line and Python: `train(run)` and `resu
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ from asyncrl.buffer.log import lock_directory
 from asyncrl.config import Run
 from asyncrl.config import trackers as tracking
 from asyncrl.config.precision import without_fp8
-from asyncrl.errors import ActorError, AsyncRLError, ConfigError, EndOfDataError, Fp8Error, MissingDependencyError
+from asyncrl.errors import (
+    ActorError,
+    AsyncRLError,
+    ConfigError,
+    EndOfDataError,
+    Fp8Error,
+    MissingDependencyError,
+    RayError,
+    StoppedError,
+)
 from asyncrl.fleet.placement import CPU, HERE, Offer
 from asyncrl.observe.environment import environment
 from asyncrl.system.run_directory import RunDirectory, owner_only, replace
@@ -33,6 +43,9 @@ from pipelines.recording import earlier_settings, summary
 from pipelines.recording.notebook import make_progress
 from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
+from pipelines.supervision import supervisor
+from pipelines.supervision.ray_watch import watching_ray
+from pipelines.supervision.stopping import Stopping
 from pipelines.supervision.thread_runner import run_loop
 from pipelines.supervision.watchdog import Watchdog
 
@@ -110,35 +123,51 @@ def _changed(run: Run, overrides: Sequence[str]) -> Run:
 
 
 def _run(run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[str] = ()) -> int:
+    def at_exit(status: str, error: str) -> None:
+        summary.write(directory, attempt.recorder, status=status, error=error)
+
+    def lost(sentence: str) -> None:
+        """Ray is, and nothing of it can be closed any more."""
+        at_exit("failed", f"RayError: {sentence}")
+        print(f"asyncrl: {sentence}; continue with: asyncrl resume {directory.path}", file=sys.stderr, flush=True)
+        supervisor.leave(RayError.exit_code)
+
+    supervisor.tell(run, directory.path)
     with owner_only(), make_progress(run) as progress:
         progress.say(f"run directory {directory.path}")
-        attempt = _Attempt(run, directory, progress, resumed=resumed)
-        attempt.recorder.event("environment", found=environment())
-        if changes:
-            attempt.recorder.changed(changes)
+        stopping = Stopping(run, progress.say, lambda reason: at_exit("interrupted", f"StoppedError: {reason}"))
+        attempt = _Attempt(run, directory, progress, stopping, resumed=resumed)
         try:
-            model_path = _model(run, directory, progress)
-            run = prepare_head(run, directory, model_path)
-            watchdog = Watchdog(
-                run,
-                directory,
-                progress.say,
-                lambda kind, fields: attempt.recorder.event(kind, **fields),
-                lambda status, error: summary.write(directory, attempt.recorder, status=status, error=error),
-            )
-            cpus = cluster_offer.here(run).total[CPU]
-            with watchdog, cluster(run.cluster, cpus=cpus) as spawner:
-                offer = cluster_offer.here(run) if run.cluster in HERE else cluster_offer.offered()
-                if coming := cluster_offer.awaited(run, offer):
-                    progress.say(f"the cluster is to bring {coming} more")
-                run = cluster_offer.settled(run, offer)
-                while (figures := attempt.make(run, offer, spawner, model_path, watchdog)) is None:
-                    spawner.clear()
-                    run = without_fp8(run) if attempt.left_fp8 else run
-                    attempt = attempt.next()
+            with stopping.listening():
+                attempt.recorder.event("environment", found=environment())
+                if changes:
+                    attempt.recorder.changed(changes)
+                model_path = _model(run, directory, progress)
+                run = prepare_head(run, directory, model_path)
+                watchdog = Watchdog(
+                    run,
+                    directory,
+                    progress.say,
+                    lambda kind, fields: attempt.recorder.event(kind, **fields),
+                    at_exit,
+                )
+                cpus = cluster_offer.here(run).total[CPU]
+                with watchdog, cluster(run.cluster, cpus=cpus) as spawner, watching_ray(lost):
+                    stopping.listen()
+                    offer = cluster_offer.here(run) if run.cluster in HERE else cluster_offer.offered()
+                    if coming := cluster_offer.awaited(run, offer):
+                        progress.say(f"the cluster is to bring {coming} more")
+                    run = cluster_offer.settled(run, offer)
+                    while (figures := attempt.make(run, offer, spawner, model_path, watchdog)) is None:
+                        spawner.clear()
+                        run = without_fp8(run) if attempt.left_fp8 else run
+                        attempt = attempt.next()
+                    stopping.over()
         except BaseException as error:
             cause = _first_cause(error)
-            status = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
+            if stopping.explains(cause):
+                cause = StoppedError(_how_to_go_on(directory, stopping.reason))
+            status = "interrupted" if isinstance(cause, (KeyboardInterrupt, StoppedError)) else "failed"
             summary.write(directory, attempt.recorder, status=status, error=f"{type(cause).__name__}: {cause}")
             if isinstance(cause, AsyncRLError):
                 raise cause from None
@@ -149,13 +178,26 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[
     return 0
 
 
+def _how_to_go_on(directory: RunDirectory, reason: str) -> str:
+    saved = checkpoint.numbered(directory.checkpoints)
+    done = f"with a checkpoint of step {saved[-1][0]}" if saved else "before its first checkpoint"
+    return f"stopped by {reason} {done}; continue with: asyncrl resume {directory.path}"
+
+
 class _Attempt:
     """From the newest checkpoint to the end, or to the death of an actor that the run cannot do without."""
 
     def __init__(
-        self, run: Run, directory: RunDirectory, progress: Progress, *, resumed: bool, number: int = 0
+        self,
+        run: Run,
+        directory: RunDirectory,
+        progress: Progress,
+        stopping: Stopping,
+        *,
+        resumed: bool,
+        number: int = 0,
     ) -> None:
-        self._run, self._directory, self._progress = run, directory, progress
+        self._run, self._directory, self._progress, self._stopping = run, directory, progress, stopping
         self._resumed, self._number, self.left_fp8 = resumed, number, False
         saved = checkpoint.numbered(directory.checkpoints) if resumed else []
         self._restore_from = saved[-1] if saved else None
@@ -167,15 +209,23 @@ class _Attempt:
         """The run's figures; None if another attempt follows."""
         watched = watchdog.over(spawner)
         training = _train(
-            run, offer, self._directory, self.recorder, watched, model_path, self._restore_from, resumed=self._resumed
+            run,
+            offer,
+            self._directory,
+            self.recorder,
+            watched,
+            model_path,
+            self._restore_from,
+            self._stopping,
+            resumed=self._resumed,
         )
         try:
-            return run_loop(watchdog.guard(training))
+            return run_loop(watchdog.guard(self._stopping.during(training)))
         except (ActorError, Fp8Error, ExceptionGroup) as error:
             cause = _first_cause(error)
             if isinstance(cause, Fp8Error):
                 return self._leave_fp8(str(cause))
-            if not isinstance(cause, ActorError) or self._number >= run.recovery.max_restarts:
+            if not isinstance(cause, ActorError) or self._number >= run.recovery.max_restarts or self._stopping.reason:
                 raise
             self.recorder.restart(str(cause))
             return None
@@ -188,7 +238,8 @@ class _Attempt:
 
     def next(self) -> "_Attempt":
         self.recorder.close()
-        return _Attempt(self._run, self._directory, self._progress, resumed=True, number=self._number + 1)
+        number = self._number + 1
+        return _Attempt(self._run, self._directory, self._progress, self._stopping, resumed=True, number=number)
 
 
 class EndlessTask:
@@ -238,19 +289,21 @@ async def _train(
     spawner: Spawner,
     model_path: Path,
     restore_from: tuple[int, Path] | None,
+    stopping: Stopping,
     *,
     resumed: bool,
 ) -> dict[str, Any]:
     first_step = restore_from[0] if restore_from else 0
+    restore_step = first_step if resumed else None
     async with cluster_offer.in_time(run, offer):
-        fleet = await place(run, offer, directory, spawner, model_path, restore_step=first_step if resumed else None)
+        fleet = await stopping.unless(place(run, offer, directory, spawner, model_path, restore_step=restore_step))
     await write_pid_file(fleet, directory.actors)
     recorder.event("fleet_started", first_step=first_step)
     try:
         if restore_from:
-            await fleet.trainer.restore(restore_from[1])
+            await stopping.unless(fleet.trainer.restore(restore_from[1]))
         task = EndlessTask(make_task(run.task, run.seed), run)
-        await AsyncGrpo(run, fleet, task, recorder, first_step=first_step).run()
+        await AsyncGrpo(run, fleet, task, recorder, stopping, first_step=first_step).run()
         return summary.write(
             directory,
             recorder,

@@ -16,11 +16,14 @@ from functools import cache
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
-from asyncrl.system import scratch_dirs
+from asyncrl.system import ownership, scratch_dirs
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for machines that are no cluster: its address is 127.0.0.1, and it listens there alone."""
+QUIET = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1", "RAY_task_events_report_interval_ms": "0"}
+"""Without the stack that Ray prints at SIGTERM, and without its record of every call: nobody reads it, and the control
+process keeps it in memory, which would grow with the run."""
 LONGEST = 22
 """Characters of its parent directory: the path of a socket has at most 107, and what comes below takes 85 of them."""
 ANSWER_S = 5.0
@@ -35,12 +38,14 @@ def own_ray() -> Generator[Path, None, None]:
             f"{MODE}=token before Python starts"
         )
     tighten(_default_token())
+    ownership.end(ownership.left_behind())
     home = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     directory = scratch_dirs.scratch_directory("", Path(home if len(home) <= LONGEST else "/tmp"))
     token, inside = directory / "auth_token", directory / "ray"  # Ray opens what it is given to everybody (0777)
     _write_private(token, _fresh_token())
     try:
-        with _environment({MODE: "token", TOKEN_PATH: str(token), **LOOPBACK}, without=TOKEN):
+        mark = {ownership.MARK: os.environ.get(ownership.MARK) or ownership.mark()}
+        with _environment({MODE: "token", TOKEN_PATH: str(token), **LOOPBACK, **QUIET, **mark}, without=TOKEN):
             yield inside
     except BaseException:
         scratch_dirs.keep(directory)

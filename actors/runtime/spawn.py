@@ -18,7 +18,7 @@ import psutil
 from actors.runtime import auth
 from actors.runtime.attach import attached
 from actors.runtime.resources import Resources, options, release, reserve
-from asyncrl.errors import ActorError, AsyncRLError
+from asyncrl.errors import ActorError, AsyncRLError, RayError
 from asyncrl.system import install_guard, minimum_versions
 from asyncrl.system.run_directory import OWNER_ONLY
 
@@ -263,8 +263,19 @@ def _local_ray(cpus: float) -> Generator[None, None, None]:
         import ray  # not earlier: it reads its environment once
 
         processors = max(ceil(cpus), os.cpu_count() or 1)
-        ray.init(num_cpus=processors, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=str(directory))
         try:
+            _start(ray, num_cpus=processors, include_dashboard=False, _temp_dir=str(directory))
             yield
         finally:
             ray.shutdown()
+
+
+def _start(ray: Any, **settings: Any) -> None:
+    try:
+        ray.init(logging_level=logging.ERROR, **settings)
+    except Exception as error:  # its own kinds and bare ones, with a page of text each
+        reason = str(error).strip().partition("\n")[0]
+        raise RayError(
+            f"Ray could not be started ({reason}); its logs are below {settings['_temp_dir']}. On a machine that is "
+            "too busy it gives up after half a minute: try again"
+        ) from None

@@ -159,6 +159,8 @@ class Recovery(Settings, frozen=True):
     checkpoint when the trainer or the buffer dies; 0: the run stops, to be resumed by hand."""
     timeout_s: AboveZero = 600.0
     """For an engine to come back."""
+    grace_s: AboveZero = 30.0
+    """For the run to write a checkpoint and end after SIGTERM or SIGINT; then its process is ended."""
 
 
 class Checkpoints(Settings, frozen=True):

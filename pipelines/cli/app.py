@@ -12,7 +12,16 @@ from pipelines.cli.parser import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """With `arguments` all of it happens in this process; the command line itself has a supervisor."""
     options = parse(arguments)
+    if arguments is None and options.command in ("run", "resume"):
+        from pipelines.supervision.supervisor import supervise
+
+        return supervise(lambda: _main(options), lambda path: _main(parse(["resume", str(path)])))
+    return _main(options)
+
+
+def _main(options: argparse.Namespace) -> int:
     try:
         install_guard.check()
         if options.command != "doctor":  # it names them among everything else

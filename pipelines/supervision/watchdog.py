@@ -28,6 +28,7 @@ from asyncrl.observe.diagnosis.explain import explain
 from asyncrl.observe.diagnosis.snapshot import Explanation, Snapshot
 from asyncrl.system.run_directory import RunDirectory
 from pipelines.supervision.observer import Observer
+from pipelines.supervision.stopping import INTERRUPTED
 
 T = TypeVar("T")
 PROGRESS = {
@@ -51,8 +52,6 @@ CLOSE_S = 15.0
 """For the actors that still answer to close."""
 END_S = 45.0
 """For the whole process to end."""
-INTERRUPTED = 130
-"""Exit code after SIGINT."""
 
 
 def backstop(run: Run) -> float:
