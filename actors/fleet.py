@@ -40,13 +40,13 @@ class Fleet:
     async def close(self) -> None:
         """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not.
 
-        The buffer is last: the others may still have something for it.
+        Engines are first: to those a reward that is closed would be one that fails, and their samples lost. The buffer
+        is last: the others may still have something for it.
         """
         drafters = [self.drafter] if self.drafter is not None else []
         engines = [self.state.handles[name] for name in self.state.participants]
-        others = [*engines, self.reward, *drafters, self.trainer]
-        await asyncio.gather(*(_close(actor) for actor in others))
-        await _close(self.buffer)
+        for together in (engines, [self.reward, *drafters, self.trainer], [self.buffer]):
+            await asyncio.gather(*(_close(actor) for actor in together))
 
 
 @dataclass(frozen=True)

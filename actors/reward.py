@@ -30,6 +30,7 @@ class RewardActor:
         self._answering = make_pool(self._environment)
         self._stages = [(stage, make_pool(stage)) for stage in stages(after)]
         self._told: set[str] = set()
+        self._closed = False
         self._activity = Activity()
 
     async def start(self) -> None:
@@ -72,7 +73,7 @@ class RewardActor:
 
     def _tell(self, settings: Called, failure: RewardFailure) -> None:
         """Say why at the first sample of each kind that is lost: a run in which all are lost never comes to a step."""
-        if failure.reason not in self._told:
+        if failure.reason not in self._told and not self._closed:
             self._told.add(failure.reason)
             print(f"{settings.function}: {failure.reason}: {failure.message}", file=sys.stderr, flush=True)
 
@@ -85,6 +86,7 @@ class RewardActor:
         return msgspec.structs.replace(said, judging=pool.judging, queued=pool.queued, dropped=pool.failing)
 
     async def close(self) -> None:
+        self._closed = True
         pools = [self._pool, self._answering, *(pool for _, pool in self._stages)]
         await asyncio.gather(*(pool.close() for pool in pools))
 

@@ -4,7 +4,6 @@ The same two functions serve the command line and Python: `train(run)` and `resu
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,8 +128,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[
     def lost(sentence: str) -> None:
         """Ray is, and nothing of it can be closed any more."""
         at_exit("failed", f"RayError: {sentence}")
-        print(f"asyncrl: {sentence}; continue with: asyncrl resume {directory.path}", file=sys.stderr, flush=True)
-        supervisor.leave(RayError.exit_code)
+        supervisor.leave(f"{sentence}; continue with: asyncrl resume {directory.path}", RayError.exit_code)
 
     supervisor.tell(run, directory.path)
     with owner_only(), make_progress(run) as progress:

@@ -163,6 +163,8 @@ class RolloutActor:
                     self._generator.begun.pop(slot, None)
                 self._activity.stage(slot, "verdict")
                 spoiled = await self._quarantine.spoiled(request.id)
+            if self._delivery.closed:
+                return
             if spoiled:
                 await self._buffer.fail(slot, DropReason.UNVERIFIED, answer.sampled_tokens)
                 return
@@ -285,6 +287,7 @@ class RolloutActor:
         return self._activity.rollout_situation(self._engine.stats())
 
     async def close(self) -> None:
+        self._delivery.closed = True
         await self._engine.close()
 
 

@@ -41,6 +41,9 @@ class DeliveryQueue:
         self._ready: list[bytes] = []
         self._storing: asyncio.Task[None]
         self._one_call = asyncio.Lock()
+        self.closed = False
+        """Whether the fleet is being closed, rewards too: a sample that gets none has not failed. A resumed run asks
+        again."""
 
     async def submit(self, judged: RewardInput, trajectory: Trajectory) -> None:
         """Join the next batch; its failure is that of every answer in it."""
@@ -57,6 +60,8 @@ class DeliveryQueue:
 
     async def _flush(self, batch: Sequence[tuple[RewardInput, Trajectory]]) -> None:
         results = await self._reward.score([judged for judged, _ in batch])
+        if self.closed:
+            return
         if self._staged:
             results = await self._pass_stages(batch, results)
         payloads: list[bytes] = []

@@ -5,20 +5,18 @@ not ended within `recovery.grace_s` is ended with the process. A second signal e
 """
 
 import asyncio
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from asyncrl.config import Run
 from asyncrl.errors import ActorError, StoppedError
+from pipelines.supervision.supervisor import SIGNALS, leave
 
 T = TypeVar("T")
-SIGNALS = signal.SIGTERM, signal.SIGINT
 INTERRUPTED = 130
 """Exit code after a second signal, and of a run in a thread, where no signal arrives."""
 
@@ -88,11 +86,9 @@ class Stopping:
             said = f"{self.reason}: not everything ended within recovery.grace_s={self._grace_s:g}"
             self._exit(said, StoppedError.exit_code)
 
-    def _exit(self, reason: str, code: int) -> None:
+    def _exit(self, reason: str, code: int) -> NoReturn:
         self._at_exit(reason)
-        print(f"asyncrl: {reason}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(code)
+        leave(reason, code)
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """From here on a signal raises nothing by itself: the run looks for it with `unless`."""

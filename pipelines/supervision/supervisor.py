@@ -29,8 +29,9 @@ import msgspec
 from asyncrl.config import Run
 from asyncrl.errors import RayError
 from asyncrl.system import ownership
-from pipelines.supervision.stopping import SIGNALS
 
+SIGNALS = signal.SIGTERM, signal.SIGINT
+"""That ask a run to end."""
 LINE = "ASYNCRL_SUPERVISOR"
 """The environment variable with the file descriptor to the supervisor."""
 CLOSE_S = 5.0
@@ -147,8 +148,9 @@ def tell(run: Run, directory: Path) -> None:
     _tell(directory=str(directory), max_restarts=run.recovery.max_restarts)
 
 
-def leave(code: int) -> NoReturn:
+def leave(reason: str, code: int) -> NoReturn:
     """End this process now, with all that belongs to it, where nothing can be closed in good order."""
+    print(f"asyncrl: {reason}", file=sys.stderr, flush=True)
     _tell(code=code)
     if (owner := os.environ.get(ownership.MARK)) is not None:
         ownership.end(ownership.owned(owner))

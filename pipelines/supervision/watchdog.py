@@ -7,8 +7,6 @@ If that takes too long as well, or an interrupted run does not end, it ends the 
 """
 
 import asyncio
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -29,6 +27,7 @@ from asyncrl.observe.diagnosis.snapshot import Explanation, Snapshot
 from asyncrl.system.run_directory import RunDirectory
 from pipelines.supervision.observer import Observer
 from pipelines.supervision.stopping import INTERRUPTED
+from pipelines.supervision.supervisor import leave
 
 T = TypeVar("T")
 PROGRESS = {
@@ -200,9 +199,7 @@ class Watchdog:
 
     def _exit(self, status: str, error: str, code: int) -> None:
         self._at_exit(status, error)
-        print(f"asyncrl: {error.partition(': ')[2]}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(code)
+        leave(error.partition(": ")[2], code)
 
     def _kill_hung(self) -> None:
         for name in self._hung:

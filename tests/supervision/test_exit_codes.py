@@ -40,14 +40,10 @@ def loss(tokens):
         held.append(asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000))
     return -tokens.advantage_L * tokens.ratio
 """
-IMPATIENT = (
-    "from pipelines import cli; from pipelines.supervision import watchdog; watchdog.END_S = 5.0; "
-    "raise SystemExit(cli.main())"
-)
 
 
-def _start(root: Path, model: Path, *overrides: str, command: tuple[str, ...] = (COMMAND,)) -> "subprocess.Popen[str]":
-    words = [*command, "run", *SMALL, f"model.path={model}", f"root={root}", *overrides]
+def _start(root: Path, model: Path, *overrides: str) -> "subprocess.Popen[str]":
+    words = [COMMAND, "run", *SMALL, f"model.path={model}", f"root={root}", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ASYNCRL_TEST": str(root)}
     pipe = subprocess.PIPE
     return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -126,12 +122,12 @@ def test_an_interrupted_run_that_will_not_end_is_ended(tmp_path: Path, model: Pa
     file = tmp_path / "mine.py"
     file.write_text(THREAD_THAT_STAYS)
     own = ("algorithm=custom", f"algorithm.function={file}:loss", "cluster=inprocess", "checkpoint.every=1")
-    process = _start(tmp_path, model, *own, command=(sys.executable, "-c", IMPATIENT))
+    process = _start(tmp_path, model, *own, "recovery.grace_s=5")
     _until_the_first_checkpoint(tmp_path, process)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=100)
-    assert process.returncode == 130, error
-    assert error.strip().splitlines()[-1] == "asyncrl: not everything ended within 5 s"
+    assert process.returncode == 10, error
+    assert error.strip().splitlines()[-1] == "asyncrl: SIGINT: not everything ended within recovery.grace_s=5"
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
 
 

@@ -1,0 +1,222 @@
+"""Runs that are asked to end, or lose what they stand on: real processes, real signals."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config import Run
+from asyncrl.errors import StoppedError
+from asyncrl.system import ownership
+from pipelines.supervision.stopping import Stopping
+
+COMMAND = str(Path(sys.executable).with_name("asyncrl"))
+SMALL = (
+    "experiment=quickstart", "model=checkpoint", "name=run", "flow.groups_per_step=4", "flow.groups_per_take=1",
+    "rollout.group_size=4", "rollout.max_tokens=24", "evaluation.prompts=0",
+)  # fmt: skip
+ENDLESS = "steps=100000"
+
+
+def start(root: Path, model: Path, *overrides: str) -> "subprocess.Popen[str]":
+    return command(root, "run", *SMALL, f"model.path={model}", f"root={root}", *overrides)
+
+
+def command(root: Path, *words: str) -> "subprocess.Popen[str]":
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ASYNCRL_TEST": str(root)}
+    with (root / "out").open("a") as out, (root / "err").open("a") as err:
+        return subprocess.Popen([COMMAND, *words], stdout=out, stderr=err, text=True, env=environment)
+
+
+def until(found: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert process.poll() is None, process.returncode
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def steps_done(root: Path) -> int:
+    events = root / "run" / "events.jsonl"
+    return events.read_text().count('"kind":"update"') if events.exists() else 0
+
+
+def last_words(root: Path) -> str:
+    return (root / "err").read_text().strip().splitlines()[-1]
+
+
+def finishes(root: Path, steps: int) -> None:
+    """The run goes on to its end, and its directory is sound. It is resumed with fewer steps than it was to have."""
+    config = root / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("steps: 100000", f"steps: {steps}"))
+    assert command(root, "resume", str(root / "run")).wait(timeout=240) == 0, (root / "err").read_text()
+    assert json.loads((root / "run" / "summary.json").read_text())["status"] == "ok"
+    assert command(root, "check", str(root / "run")).wait(timeout=60) == 0
+    assert "verdict     sound" in (root / "out").read_text()
+
+
+def descendants(root: Path) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("ASYNCRL_TEST") == str(root) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
+    number: signal.Signals, tmp_path: Path, model: Path
+) -> None:
+    process = start(tmp_path, model, ENDLESS, "cluster=inprocess", "checkpoint.every=1000")
+    until(lambda: steps_done(tmp_path) > 2, process)
+    process.send_signal(number)
+    assert process.wait(timeout=40) == StoppedError.exit_code
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    done = int(saved.name.removeprefix("step-"))
+    assert done == steps_done(tmp_path)
+    said = f"stopped by {number.name} with a checkpoint of step {done}; continue with: asyncrl resume {tmp_path}/run"
+    assert last_words(tmp_path) == f"asyncrl: {said}"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["error"], summary["steps"]) == ("interrupted", f"StoppedError: {said}", done)
+    finishes(tmp_path, done + 2)
+    assert steps_done(tmp_path) == done + 2, "no step was taken twice"
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path, model: Path) -> None:
+    hanging = tmp_path / "mine.py"
+    hanging.write_text("import time\n\ndef loss(*arguments, **more):\n    time.sleep(1000)\n")
+    own = ("algorithm=custom", f"algorithm.function={hanging}:loss", "cluster=inprocess", "recovery.grace_s=300")
+    process = start(tmp_path, model, ENDLESS, *own)
+    until(lambda: "run directory" in (tmp_path / "out").read_text(), process)
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    until(lambda: "a second signal ends it at once" in (tmp_path / "out").read_text(), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 130
+    assert last_words(tmp_path) == "asyncrl: ended at once by a second signal, SIGTERM"
+
+
+def test_work_is_cancelled_by_a_signal_and_not_begun_after_one() -> None:
+    said, ended = list[str](), list[str]()
+
+    async def waiting() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def run(stopping: Stopping) -> None:
+        assert await stopping.unless(asyncio.sleep(0, "before")) == "before"
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+        with pytest.raises(StoppedError, match="SIGTERM"):
+            await stopping.unless(waiting())
+        with pytest.raises(StoppedError):
+            await stopping.unless(waiting())
+
+    stopping = Stopping(Run(), said.append, said.append)
+    with stopping.listening():
+        asyncio.run(stopping.during(run(stopping)))
+    assert ended == ["cancelled"]
+    assert stopping.explains(KeyboardInterrupt())
+    assert not stopping.explains(OSError())
+    assert len(said) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("moment", range(20))
+def test_sigterm_at_any_moment_on_ray(moment: int, tmp_path: Path, model: Path) -> None:
+    """From start-up to many steps later, with a checkpoint, a publication or an evaluation every few steps."""
+    process = start(
+        tmp_path, model, ENDLESS, "cluster=local", "checkpoint.every=3", "evaluation.every=4", "evaluation.prompts=8"
+    )
+    if moment < 7:
+        time.sleep(0.4 + 1.7 * moment)
+    else:
+        until(lambda: steps_done(tmp_path) >= moment - 6, process)
+        time.sleep(0.037 * moment)
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(timeout=45)
+    said = (tmp_path / "err").read_text()
+    assert "Traceback" not in said
+    assert "***" not in said, "no stack of Ray"
+    if not (tmp_path / "run" / "config.yaml").exists():  # it had not begun
+        assert code in (-signal.SIGTERM, 130)
+        return
+    assert code == StoppedError.exit_code, said
+    done, saved = steps_done(tmp_path), sorted((tmp_path / "run").glob("checkpoints/step-*"))
+    assert f"step-{done}" in {each.name for each in saved} if done else not saved
+    assert not descendants(tmp_path)
+    finishes(tmp_path, done + 2)
+    assert steps_done(tmp_path) == done + 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet", "agent"])
+def test_a_run_that_loses_ray_goes_on_with_another(victim: str, tmp_path: Path, model: Path) -> None:
+    process = start(tmp_path, model, "steps=12", "cluster=local", "checkpoint.every=2")
+    until(lambda: steps_done(tmp_path) > 3, process)
+    found = [each for each in descendants(tmp_path) if victim in " ".join(each.cmdline()[:3])]
+    assert found
+    for each in found:
+        each.kill()
+    assert process.wait(timeout=240) == 0, (tmp_path / "err").read_text()
+    assert "restart 1 of 3, recovery.max_restarts" in (tmp_path / "out").read_text()
+    assert not descendants(tmp_path)
+    assert command(tmp_path, "check", str(tmp_path / "run")).wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_may_not_start_again_says_what_died(tmp_path: Path, model: Path) -> None:
+    process = start(tmp_path, model, ENDLESS, "cluster=local", "checkpoint.every=1", "recovery.max_restarts=0")
+    until(lambda: steps_done(tmp_path) > 1, process)
+    (server,) = [each for each in descendants(tmp_path) if each.name() == "gcs_server"]
+    server.kill()
+    assert process.wait(timeout=60) == 11
+    said = f"asyncrl: Ray's control process ({server.pid}) died, and with it everything that runs on Ray; "
+    assert said + f"continue with: asyncrl resume {tmp_path}/run" in (tmp_path / "err").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nothing_outlives_a_command_that_was_killed(tmp_path: Path, model: Path) -> None:
+    process = start(tmp_path, model, ENDLESS, "cluster=local", "checkpoint.every=1")
+    until(lambda: steps_done(tmp_path) > 1, process)
+    assert len(descendants(tmp_path)) > 6
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while left := descendants(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    finishes(tmp_path, 8)
+
+
+def test_what_dead_owners_leave_behind_is_found(tmp_path: Path) -> None:
+    script = (
+        "import os, subprocess, sys; from asyncrl.system import ownership; "
+        "os.environ[ownership.MARK] = ownership.mark(); "
+        "print(subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL).pid, flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert pid not in {each.pid for each in ownership.left_behind()}, "its owner lives"
+        owner.kill()
+    (left,) = [each for each in ownership.left_behind() if each.pid == pid]
+    assert ownership.end([left]) == 1
+    assert not psutil.pid_exists(pid)
