@@ -78,8 +78,9 @@ def train(run: Run) -> int:
     preflight(run)
     preflight(run, cluster_offer.look(run))  # a cluster is queried only for a run that is possible
     directory = RunDirectory.create(Path(run.root) / run.name)
-    replace(directory.config, to_yaml(run).encode())
-    return _run(run, directory, resumed=False)
+    with directory.in_use():
+        replace(directory.config, to_yaml(run).encode())
+        return _run(run, directory, resumed=False)
 
 
 def resume(path: Path, overrides: Sequence[str] = ()) -> int:
@@ -88,12 +89,13 @@ def resume(path: Path, overrides: Sequence[str] = ()) -> int:
     directory = RunDirectory.open(path)
     if summary.kind(directory) == "replay":
         raise ConfigError(f"{path} was written by a replay and has nothing to resume; replay into another directory")
-    run = _changed(from_yaml(directory.config), overrides)
-    for problem in tracking.problems(run.trackers, run.cluster):
-        raise MissingDependencyError(problem)
-    directory.close_to_others()
-    _keep_settings(run, directory, changes=bool(overrides))
-    return _run(run, directory, resumed=True, changes=overrides)
+    with directory.in_use():  # before anything is written: the run may be alive
+        run = _changed(from_yaml(directory.config), overrides)
+        for problem in tracking.problems(run.trackers, run.cluster):
+            raise MissingDependencyError(problem)
+        directory.close_to_others()
+        _keep_settings(run, directory, changes=bool(overrides))
+        return _run(run, directory, resumed=True, changes=overrides)
 
 
 def _keep_settings(run: Run, directory: RunDirectory, *, changes: bool) -> None:

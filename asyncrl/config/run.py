@@ -151,6 +151,10 @@ class Buffer(Settings, frozen=True):
     segment_bytes: Positive = 64 << 20
 
 
+NAME_BYTES = 64
+"""Of a run's name, at most: each file of its trajectories begins with it."""
+
+
 class Recovery(Settings, frozen=True):
     """What happens when a process dies."""
 
@@ -303,6 +307,10 @@ def check(run: Run, *, recorded: bool = False) -> None:
     run.task.check(run)
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
+    if len(run.name.encode()) > NAME_BYTES:
+        raise ConfigError(
+            f"name={run.name} has {len(run.name.encode())} bytes; files of a run name it with {NAME_BYTES}"
+        )
 
 
 def _check_signal(run: Run) -> None:

@@ -1,5 +1,6 @@
 """The run directory: where everything about a run lies, owner-only, every rewritten file replaced atomically."""
 
+import fcntl
 import os
 import time
 from collections.abc import Generator
@@ -57,6 +58,22 @@ class RunDirectory:
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is not a run directory: it has no config.yaml; name one such as runs/my-run")
         return cls(path)
+
+    @contextmanager
+    def in_use(self) -> Generator[None, None, None]:
+        """By this process alone; the kernel lets go of it even after kill -9."""
+        handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise ConfigError(
+                f"{self.path} is in use by another process: wait until that run has ended, or end it with SIGTERM"
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(handle)
 
     def close_to_others(self) -> None:
         """Restore the mode that it was created with, wherever it was copied to since."""

@@ -94,7 +94,10 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 def _answer(answers: BinaryIO, result: object) -> None:
     payload = msgspec.msgpack.encode(result)
-    answers.write(HEADER.pack(len(payload)) + payload)
+    try:
+        answers.write(HEADER.pack(len(payload)) + payload)
+    except BrokenPipeError:  # nobody is left to hear it, nor anything more
+        os._exit(0)
 
 
 def _die_with_parent(requests: int) -> None:

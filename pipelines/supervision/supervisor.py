@@ -61,7 +61,8 @@ def supervise(run: Callable[[], int], resume: Callable[[Path], int]) -> int:
         _clear(owner)
         code, told = ended
         if told.code not in (None, RayError.exit_code) or not told.directory or command.signalled:
-            return code if told.code is None else told.code
+            wanted = code if told.code is None else told.code
+            return wanted if wanted >= 0 else 128 - wanted  # as shells count signals
         again, how = f"asyncrl resume {told.directory}", "has lost Ray" if told.code else _death(code)
         if restarts >= told.max_restarts:
             if told.code is None:

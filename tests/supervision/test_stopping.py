@@ -93,6 +93,26 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
     assert steps_done(tmp_path) == done + 2, "no step was taken twice"
 
 
+@pytest.mark.slow
+def test_a_second_start_is_refused_before_it_changes_a_byte(tmp_path: Path, model: Path) -> None:
+    """A run that waits for its trainer, so that its own files stay as they are."""
+    hanging = tmp_path / "mine.py"
+    hanging.write_text("import time\n\ndef loss(*arguments, **more):\n    time.sleep(1000)\n")
+    own = ("algorithm=custom", f"algorithm.function={hanging}:loss", "cluster=inprocess", "recovery.grace_s=1")
+    process = start(tmp_path, model, ENDLESS, *own)
+    until(lambda: (tmp_path / "run" / "config.yaml").exists(), process)
+    time.sleep(3)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for words in (("resume", str(tmp_path / "run")), ("resume", str(tmp_path / "run"), "trainer.lr=1")):
+        assert command(tmp_path, *words).wait(timeout=60) == 2
+        assert last_words(tmp_path).startswith(f"asyncrl: {tmp_path}/run is in use by another process: wait until")
+    assert before.keys() <= {path for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    same = {path for path, content in before.items() if path.read_bytes() == content}
+    assert {path.name for path in before.keys() - same} <= {"events.jsonl"}, "but for what the run itself writes"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == StoppedError.exit_code
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, model: Path) -> None:
     hanging = tmp_path / "mine.py"
     hanging.write_text("import time\n\ndef loss(*arguments, **more):\n    time.sleep(1000)\n")
@@ -152,7 +172,7 @@ def test_sigterm_at_any_moment_on_ray(moment: int, tmp_path: Path, model: Path) 
     assert "Traceback" not in said
     assert "***" not in said, "no stack of Ray"
     if not (tmp_path / "run" / "config.yaml").exists():  # it had not begun
-        assert code in (-signal.SIGTERM, 130)
+        assert code in (128 + signal.SIGTERM, 130)
         return
     assert code == StoppedError.exit_code, said
     done, saved = steps_done(tmp_path), sorted((tmp_path / "run").glob("checkpoints/step-*"))
