@@ -1,26 +1,39 @@
 """`asyncrl doctor`: one line for each check, with the command that mends it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 from rich.console import Console
 from rich.text import Text
 
 from asyncrl.observe.doctor.checks import Verdict, judge
 from asyncrl.observe.doctor.gather import gather
+from asyncrl.system import ownership
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def doctor(*, as_json: bool = False, root: Path = Path("runs")) -> int:
-    """Exit code: 0 if runs can work here, else 1."""
-    verdicts = judge(gather(root))
+def doctor(*, as_json: bool = False, clean: bool = False, root: Path = Path("runs")) -> int:
+    """Exit code: 0 if runs can work here, else 1. `clean`: first end what dead runs have left behind."""
+    facts = gather(root)
+    if clean and facts.leftovers.processes:
+        ownership.end(_processes(facts.leftovers.processes))
+        facts = gather(root)
+    verdicts = judge(facts)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(verdicts), indent=1).decode())
     else:
         show(verdicts, Console(highlight=False, markup=False, soft_wrap=True))
     return int(any(verdict.level == "problem" for verdict in verdicts))
+
+
+def _processes(pids: Sequence[int]) -> Iterator[psutil.Process]:
+    for pid in pids:
+        with suppress(psutil.Error):
+            yield psutil.Process(pid)
 
 
 def show(verdicts: Sequence[Verdict], console: Console) -> None:

@@ -95,6 +95,7 @@ def _add_looking(add: Callable[..., argparse.ArgumentParser]) -> None:
     query.add_argument("--format", choices=("table", "csv", "json"), default="table", help="of the result (table)")
     doctor = add("doctor", help="look at this machine: what is wrong, and the command that mends it")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    doctor.add_argument("--clean", action="store_true", help="first end the processes that dead runs have left behind")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:

@@ -227,8 +227,8 @@ def clock(facts: Facts) -> Iterator[Verdict]:
 def leftovers(facts: Facts) -> Iterator[Verdict]:
     left = facts.leftovers
     if left.processes:
-        text = f"a Ray goes on whose run is dead ({len(left.processes)} processes)"
-        yield _warning("leftovers", text, f"kill {' '.join(map(str, left.processes))}")
+        pids = " ".join(map(str, left.processes))
+        yield _warning("leftovers", f"processes whose run is dead: {pids}", "asyncrl doctor --clean")
     if left.bytes > 100 * MIB:
         text = f"{len(left.directories)} directories with Ray's logs of failed runs, {left.bytes / GIB:.1f} GiB"
         yield _warning("leftovers", text, f"rm -r {' '.join(left.directories)}")

@@ -38,7 +38,7 @@ class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
     """What ended runs have left behind."""
 
     processes: tuple[int, ...] = ()
-    """Of a Ray whose driver is dead."""
+    """Of runs that are dead: Ray's, and whatever else they had started."""
     directories: tuple[str, ...] = ()
     """Ray's logs of runs that failed, kept to be read."""
     bytes: int = 0

@@ -26,7 +26,7 @@ import asyncrl
 from asyncrl.errors import SandboxError
 from asyncrl.observe.doctor.facts import Cuda, Disk, Facts, Gpu, Leftovers
 from asyncrl.sandbox.sandbox import Sandbox
-from asyncrl.system import minimum_versions
+from asyncrl.system import minimum_versions, ownership
 from asyncrl.system.devices import gpu_count, mps_runs
 from asyncrl.system.scratch_dirs import has_owner
 
@@ -165,12 +165,13 @@ def cuda() -> Cuda:
 
 
 def leftovers(home: Path) -> Leftovers:
-    """What ended runs left behind: Ray processes without a driver, and directories with logs. `home` is where the
+    """What ended runs left behind: processes without a driver, and directories with logs. `home` is where the
     directories of our own Rays are made."""
     ended = [path for path in home.glob("asyncrl-*") if path.is_dir() and not has_owner(path)]
     kept = [path for path in ended if (path / "ray").is_dir() and path.stat().st_uid == os.geteuid()]
+    rays = [pid for pid, words in _rays() if any(f"{path}/" in words for path in ended)]
     return Leftovers(
-        processes=tuple(pid for pid, words in _rays() if any(f"{path}/" in words for path in ended)),
+        processes=tuple(sorted({*rays, *(process.pid for process in ownership.left_behind())})),
         directories=tuple(sorted(map(str, kept))),
         bytes=sum(map(_size, kept)),
     )
