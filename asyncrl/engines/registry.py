@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asyncrl.config import Run
 from asyncrl.config.drafter import DrafterSettings
-from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, TransformersEngine, VllmEngine
 from asyncrl.config.precision import Fp8
 from asyncrl.config.weights import published_adapters
 from asyncrl.drafting.bandit import Range
@@ -56,6 +56,9 @@ class Entry(NamedTuple):
 ENGINES: dict[type[EngineBase], Entry] = {
     NativeEngine: Entry("asyncrl.engines.native.build:build_native"),
     VllmEngine: Entry("asyncrl.engines.vllm.build:build_vllm", problems="asyncrl.engines.vllm.build:problems"),
+    TransformersEngine: Entry(
+        "asyncrl.engines.transformers.build:build_transformers", problems="asyncrl.engines.transformers.build:problems"
+    ),
     FakeEngine: Entry("asyncrl.engines.fake:build_fake"),
 }
 

@@ -12,10 +12,12 @@ import torch
 
 from asyncrl.config.engine import FakeEngine as FakeSettings
 from asyncrl.config.engine import NativeEngine as NativeSettings
+from asyncrl.config.engine import TransformersEngine as TransformersSettings
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.engines.native.cuda.engine import CudaEngine
+from asyncrl.engines.transformers.engine import TransformersEngine
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.names import hf_tensors
 from asyncrl.types import Delta, Finish, Floats, Ints, Request, Sampling, Segment, WeightManifest
@@ -89,6 +91,10 @@ def paged(path: Path, *, adapted: Sequence[str] = (), **settings: Any) -> CudaEn
 
 def cuda(path: Path, *, adapted: Sequence[str] = (), **settings: Any) -> CudaEngine:
     return CudaEngine(path, NativeSettings(**{"graph_memory_gib": 0.25} | settings), name="cuda", adapted=adapted)
+
+
+def transformers(path: Path, **settings: Any) -> TransformersEngine:
+    return TransformersEngine(path, TransformersSettings(**settings), name="transformers")
 
 
 def fake(_path: Path, *, max_batch: int = 128, **_native_only: Any) -> FakeEngine:
