@@ -41,12 +41,13 @@ def behaviour(
     models: Mapping[int, PreTrainedModel], prompt: tuple[int, ...], answer: Answer, on_update: OnUpdate
 ) -> npt.NDArray[np.float32]:
     """Log-probabilities with one cache through all versions (keep), or with a fresh one per version (recompute)."""
-    cache, pending, prefix = DynamicCache(), list(prompt), list(prompt)
+    config = next(iter(models.values())).config
+    cache, pending, prefix = DynamicCache(config=config), list(prompt), list(prompt)
     parts: list[npt.NDArray[np.float32]] = []
     for segment in answer.segments:
         tokens = segment.tokens.tolist()
         if on_update == "recompute":
-            cache, pending = DynamicCache(), list(prefix)
+            cache, pending = DynamicCache(config=config), list(prefix)
         fed = torch.tensor([pending + tokens[:-1]])
         logits = models[segment.version](fed, past_key_values=cache).logits[0, len(pending) - 1 :]
         parts.append(gathered(logits, tokens))
