@@ -122,6 +122,15 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
 
 
+def runs_natively(directory: Path) -> bool:
+    """Whether our decoder computes this model, as far as its config says; what is no model is refused elsewhere."""
+    try:
+        read_config(directory)
+    except CheckpointError:
+        return not (directory / "config.json").is_file()
+    return True
+
+
 def warm_start_shape(settings: WarmStart, vocabulary: int) -> dict[str, Any]:
     """What `config.json` says about the size of a model that is made on the spot."""
     experts = {

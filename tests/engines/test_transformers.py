@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from asyncrl.config import Run
 from asyncrl.config.engine import TransformersEngine as Settings
 from asyncrl.config.run import Rollout
-from asyncrl.engines.registry import build_engine, problems
+from asyncrl.engines import registry
 from asyncrl.engines.transformers.engine import TransformersEngine
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.system import minimum_versions
@@ -31,9 +31,9 @@ from tests.support.driving import (
     transformers,
     until_generated,
 )
-from tests.support.families import FAMILIES, family_checkpoint
+from tests.support.families import FAMILIES, family_checkpoint, family_config
 from tests.support.parity import behaviour, gathered, reference_logits
-from tests.support.tiny_model import tiny_checkpoint
+from tests.support.tiny_model import tiny_checkpoint, tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 EXACT = 1e-5
@@ -221,13 +221,25 @@ def test_an_answer_ends_with_the_positions_of_the_model(tmp_path: Path) -> None:
 def test_it_is_built_by_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_checkpoint(tmp_path)
     run = Run(engine=Settings(max_batch=3, device="cpu"), rollout=Rollout(precision="bf16"))
-    assert isinstance(build_engine(run, tmp_path, name="built"), TransformersEngine)
-    assert list(problems(run)) == []
+    assert isinstance(registry.build_engine(run, tmp_path, name="built"), TransformersEngine)
+    assert list(registry.problems(run)) == []
 
     def missing(name: str) -> str:
         raise minimum_versions.PackageNotFoundError(name)
 
     monkeypatch.setattr(minimum_versions, "version", missing)
-    assert list(problems(run)) == [
+    assert list(registry.problems(run)) == [
         "transformers 5 is needed here and none is installed: pip install 'asyncrl[transformers]'"
     ]
+
+
+def test_auto_is_for_models_that_our_decoder_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "default_engine", lambda: "native")
+    family_config("gemma3").save_pretrained(tmp_path / "gemma3")
+    tiny_config("qwen3").save_pretrained(tmp_path / "qwen3")
+    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "gemma3")}) == "transformers"
+    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "qwen3")}) == "native"
+    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "nothing")}) == "native"
+    assert registry.suitable_engine({"type": "warm_start"}) == "native"
+    monkeypatch.setattr(registry, "default_engine", lambda: "vllm")
+    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "gemma3")}) == "vllm"

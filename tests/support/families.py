@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def family_config(family: str, **changes: Any) -> PreTrainedConfig:
     name, own = FAMILIES[family]
     make: Callable[..., PreTrainedConfig] = getattr(transformers, name)
-    shape = {"bos_token_id": None, "eos_token_id": None} if family == "gpt2" else SHAPE | {"head_dim": 16}
+    shape = {"bos_token_id": None, "eos_token_id": None} if family == "gpt2" else SHAPE | {"head_dim": 32}
     return make(**shape | {"pad_token_id": None} | own | changes)
 
 
