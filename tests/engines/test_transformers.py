@@ -32,14 +32,15 @@ from tests.support.driving import (
     until_generated,
 )
 from tests.support.families import FAMILIES, family_checkpoint, family_config
-from tests.support.parity import behaviour, gathered, reference_logits
+from tests.support.parity import behaviour, gathered, reference_logits, stepped_logits
 from tests.support.tiny_model import tiny_checkpoint, tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 EXACT = 1e-5
 """Largest difference of fp32 log-probabilities."""
-IN_CHUNKS = {"qwen3_next": 2e-4, "qwen3_5": 2e-4}
-"""transformers computes gated delta nets of a whole sequence in chunks, by other sums than token by token."""
+DELTA_NETS, STEPPED, WHOLE = ("qwen3_next", "qwen3_5"), 1e-4, 1e-3
+"""Gated delta nets with random weights make rounding larger: of single tokens by as much as the first number, and of a
+whole sequence, which is computed in chunks by other sums, by the second."""
 FAST = ("gemma3", "qwen3_next")
 EVERY_FAMILY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
 
@@ -71,12 +72,15 @@ def test_every_family_is_exact(family: str, tmp_path: Path) -> None:
             return before, await running
 
     before, after = asyncio.run(run())
-    exact = IN_CHUNKS.get(family, EXACT)
+    exact = WHOLE if family in DELTA_NETS else EXACT
     for request, answer in zip(greedy, before, strict=False):
         assert answer.tokens.tolist() == _greedy(models[0], request)
     for request, answer in zip([*greedy, *sampled], before, strict=True):
         expected = gathered(reference_logits(models[0], request, answer), answer.tokens)
         np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=exact)
+    if family in DELTA_NETS:
+        expected = gathered(stepped_logits(models[0], sampled[-1], before[-1]), before[-1].tokens)
+        np.testing.assert_allclose(before[-1].logprobs, expected, rtol=0, atol=STEPPED)
     for answer in after:
         assert answer.versions == [0, 1]
         expected = behaviour(dict(enumerate(models)), PROMPT, answer, "recompute")

@@ -25,6 +25,16 @@ def reference_logits(model: PreTrainedModel, request: Request, answer: Answer) -
     return model(whole).logits[0, len(request.tokens) - 1 : -1]
 
 
+@torch.inference_mode()
+def stepped_logits(model: PreTrainedModel, request: Request, answer: Answer) -> torch.Tensor:
+    """The same, token by token, as `generate` computes them."""
+    cache, fed, found = DynamicCache(config=model.config), list(request.tokens), list[torch.Tensor]()
+    for token in answer.tokens.tolist():
+        found.append(model(torch.tensor([fed]), past_key_values=cache).logits[0, -1])
+        fed = [token]
+    return torch.stack(found)
+
+
 def processed(logits_T_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Logits of the distribution that is sampled from."""
     ids = torch.zeros(1, 1, dtype=torch.int64)
