@@ -41,7 +41,7 @@ EXACT = 1e-5
 DELTA_NETS, STEPPED, WHOLE = ("qwen3_next", "qwen3_5"), 1e-4, 1e-3
 """Gated delta nets with random weights make rounding larger: of single tokens by as much as the first number, and of a
 whole sequence, which is computed in chunks by other sums, by the second."""
-FAST = ("gemma3", "qwen3_next")
+FAST = ("gemma3", "qwen3_moe")
 EVERY_FAMILY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
 
 

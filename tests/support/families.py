@@ -22,7 +22,7 @@ DELTA = {
 """Three layers with gated delta nets, and one with attention."""
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 SCALES = {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.3}
-GPT2 = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+GPT2 = {"vocab_size": 48, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
