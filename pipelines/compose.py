@@ -18,8 +18,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from asyncrl.config import Run, load
 from asyncrl.config.errors import did_you_mean
+from asyncrl.engines.registry import suitable_engine
 from asyncrl.errors import ConfigError
-from asyncrl.system.devices import default_engine
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()
 NO_GROUP = "cluster"
@@ -45,10 +45,10 @@ def compose(overrides: Sequence[str]) -> Run:
 
 
 def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
-    """`engine=auto` becomes the engine that suits this machine, and so stands in the run's config.yaml."""
+    """`engine=auto` becomes the engine that suits machine and model, and so stands in the run's config.yaml."""
     engine = raw.get("engine")
     if isinstance(engine, dict) and cast(dict[str, Any], engine).get("type") == "auto":
-        raw["engine"] = {**cast(dict[str, Any], engine), "type": default_engine()}
+        raw["engine"] = {**cast(dict[str, Any], engine), "type": suitable_engine(raw.get("model") or {})}
     return raw
 
 

@@ -25,8 +25,8 @@ from asyncrl.config.task import (
     TaskSettings,
 )
 from asyncrl.config.user_code import Environment, Stage
+from asyncrl.engines.registry import suitable_engine
 from asyncrl.errors import ConfigError
-from asyncrl.system.devices import default_engine
 from asyncrl.system.user_functions import keep_here, loaded_file, name_of
 from pipelines.recording.result import Result
 from pipelines.supervision.thread_runner import in_a_loop, run_in_thread
@@ -86,10 +86,11 @@ class Pipeline:
         self._name = name or _free_name(Path(settings.get("root", "runs")))
         task = self._task(prompts)
         given = {key: msgspec.to_builtins(value) for key, value in settings.items()}
-        raw: dict[str, Any] = {"cluster": "inprocess", "engine": {"type": default_engine()}, **given}
+        source = msgspec.to_builtins(_model(model))
+        raw: dict[str, Any] = {"cluster": "inprocess", "engine": {"type": suitable_engine(source)}, **given}
         raw |= {
             "name": self._name,
-            "model": msgspec.to_builtins(_model(model)),
+            "model": source,
             "task": msgspec.to_builtins(task),
             "reward": self._called("reward", (task.judge or Reward().function) if reward is None else reward),
             "algorithm": self._algorithm(algorithm),

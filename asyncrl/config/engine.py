@@ -16,8 +16,17 @@ from asyncrl.errors import ConfigError, EngineError
 
 Unsafe = Literal["trust_remote_code", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"]
 KeptBase = Literal["nothing", "adapted", "everything"]
+Device = Literal["auto", "cpu", "cuda"]
+"""`auto`: a GPU where there is one."""
 CPU_EXPERT_BLOCK = 32
 """Outputs that vLLM's kernel for experts computes together on a CPU. It pads their width, but not the hidden size."""
+
+
+def chosen_gpu(device: Device, found: bool) -> bool:
+    """Whether an engine with this `device` computes on a GPU, which the process was `found` to have or not."""
+    if device == "cuda" and not found:
+        raise EngineError("engine.device=cuda, but torch finds no GPU; use engine.device=cpu or auto")
+    return found if device == "auto" else device == "cuda"
 
 
 class EngineBase(Chosen, frozen=True, kw_only=True):
@@ -25,6 +34,8 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
 
     has_model: ClassVar[bool] = True
     """Off: it writes no text and reads no weights, so there is nothing to probe, to draft for or to converse with."""
+    verifies_drafts: ClassVar[bool] = False
+    """Whether it decodes with a drafter."""
     checks_trees: ClassVar[bool] = False
     """Whether it verifies trees of drafted tokens, and not only chains."""
     merges_adapters: ClassVar[bool] = False
@@ -126,6 +137,7 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
 class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     """Our own torch engine, embedded in the rollout actor."""
 
+    verifies_drafts = True
     checks_trees = True
     merges_adapters = True
     fp8_by_publication = True
@@ -138,7 +150,7 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     """Prompt tokens computed per step beside the decoding rows."""
     threads: Positive = 1
     """torch threads of one rollout actor on CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
     """`auto`: a GPU where there is one."""
     memory: Probability = 0.45
     """Share of a GPU's memory for weights and KV cache; the trainer takes the rest when both share a card."""
@@ -163,11 +175,8 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
 
     def on_gpu(self, drafter: DrafterBase, found: bool) -> bool:
         """Trees of drafts, and hidden states for a drafter's training, need the CPU: `auto` goes there with them."""
-        if self.device == "cuda" and not found:
-            raise EngineError("engine.device=cuda, but torch finds no GPU; use engine.device=cpu or auto")
-        if self.device == "auto":
-            return found and not drafter.has_trees and not drafter.from_rollouts
-        return self.device == "cuda"
+        on_cpu = self.device == "auto" and (drafter.has_trees or drafter.from_rollouts)
+        return not on_cpu and chosen_gpu(self.device, found)
 
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
         return 2 * full  # it grows by doubling
@@ -203,6 +212,7 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
 class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
     """vLLM's AsyncLLM inside the rollout actor; needs the extra `vllm`."""
 
+    verifies_drafts = True
     merges_adapters = True
 
     max_batch: Positive = 256
@@ -339,6 +349,51 @@ class VllmEngine(EngineBase, frozen=True, kw_only=True, tag="vllm"):
             )
 
 
+class TransformersEngine(EngineBase, frozen=True, kw_only=True, tag="transformers"):
+    """Any causal language model of transformers, decoded by the model's own forward; needs the extra `transformers`.
+    Exact and slow: for models that the other engines do not know."""
+
+    max_batch: Positive = 64
+    """Rows decoded together; further requests wait."""
+    max_length: Positive = 4096
+    """Longest prompt plus completion, in tokens; never more than the model has positions."""
+    prefill_chunk: Positive = 16_384
+    """Tokens of one forward, at most, when completions are computed again after a weight update. A prompt is always
+    computed in one forward."""
+    threads: Positive = 1
+    """torch threads of one rollout actor on CPU."""
+    device: Device = "auto"
+    """`auto`: a GPU where there is one."""
+    memory: Probability = 0.45
+    """Share of a GPU's memory that the trainer leaves to the engine when both share a card. Weights are there twice
+    during an update; keys and values take what the running completions need."""
+
+    @property
+    def may_use_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def gpu_share(self) -> float:
+        return self.memory if self.may_use_gpu else 0.0
+
+    def on_gpu(self, drafter: DrafterBase, found: bool) -> bool:
+        return chosen_gpu(self.device, found)
+
+    def host_kv_cache(self, full: int, *, gpu: bool) -> int:
+        return 0 if gpu and self.may_use_gpu else full
+
+    @property
+    def length_limit(self) -> int:
+        return self.max_length
+
+    def check_precision(self, rollout: RolloutPrecision) -> None:
+        if numerics(rollout.precision, rollout.fp8) is not None:
+            raise ConfigError(
+                f"rollout.precision={rollout.precision}: engine=transformers computes in fp32 or bf16; use "
+                "rollout.precision=bf16, or engine=native or vllm"
+            )
+
+
 class FakeEngine(EngineBase, frozen=True, kw_only=True, tag="fake"):
     """Deterministic engine without a model: scripted lengths and delays, for tests and simulation."""
 
@@ -352,4 +407,4 @@ class FakeEngine(EngineBase, frozen=True, kw_only=True, tag="fake"):
     vocabulary: Positive = 64
 
 
-EngineSettings = NativeEngine | VllmEngine | FakeEngine
+EngineSettings = NativeEngine | VllmEngine | TransformersEngine | FakeEngine

@@ -359,6 +359,11 @@ def _check_drafter(run: Run) -> None:
         raise ConfigError(
             f"drafter={drafter.kind} has nothing to draft for with engine={engine.kind}; use drafter=none"
         )
+    if not engine.verifies_drafts:
+        raise ConfigError(
+            f"drafter={drafter.kind}: engine={engine.kind} decodes without drafts; use drafter=none, or engine=native "
+            "or vllm"
+        )
     trees = [strategy for strategy in (drafter.strategy, *drafter.adaptive.strategies) if strategy.is_tree]
     if trees and not engine.checks_trees:
         raise ConfigError(

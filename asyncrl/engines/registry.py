@@ -3,18 +3,20 @@
 A new one is its settings in `asyncrl.config.engine`, a file with a `Build` function, and a line here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from asyncrl.config import Run
 from asyncrl.config.drafter import DrafterSettings
-from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, TransformersEngine, VllmEngine
 from asyncrl.config.precision import Fp8
 from asyncrl.config.weights import published_adapters
 from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
+from asyncrl.models.config import runs_natively
+from asyncrl.system.devices import default_engine
 
 if TYPE_CHECKING:
     from asyncrl.drafting.hidden_capture import RolloutTap
@@ -56,8 +58,18 @@ class Entry(NamedTuple):
 ENGINES: dict[type[EngineBase], Entry] = {
     NativeEngine: Entry("asyncrl.engines.native.build:build_native"),
     VllmEngine: Entry("asyncrl.engines.vllm.build:build_vllm", problems="asyncrl.engines.vllm.build:problems"),
+    TransformersEngine: Entry(
+        "asyncrl.engines.transformers.build:build_transformers", problems="asyncrl.engines.transformers.build:problems"
+    ),
     FakeEngine: Entry("asyncrl.engines.fake:build_fake"),
 }
+
+
+def suitable_engine(model: Mapping[str, Any]) -> Literal["native", "vllm", "transformers"]:
+    """What `engine=auto` is on this machine, for a model with these settings: transformers for what our decoder does
+    not know, where vLLM is not the choice anyway."""
+    chosen, path = default_engine(), model.get("path")
+    return "transformers" if chosen == "native" and path and not runs_natively(Path(path).expanduser()) else chosen
 
 
 def build_engine(

@@ -4,7 +4,6 @@ Every field that changes the computation is either understood here or refused: a
 transformers would run.
 """
 
-import json
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -13,6 +12,7 @@ import msgspec
 
 from asyncrl.config.run import WarmStart
 from asyncrl.errors import CheckpointError
+from asyncrl.models.outline import read_raw
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
@@ -115,20 +115,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_config(directory: Path) -> ModelConfig:
     """Read `config.json` of a Hugging Face model directory."""
-    file = directory / "config.json"
-    if not file.is_file():
-        raise CheckpointError(
-            f"{directory} is not a Hugging Face model directory (no config.json); give the path of one, "
-            f"such as `huggingface-cli download NAME --local-dir {directory}` makes"
-        )
-    try:
-        raw = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}; download the checkpoint again") from None
+    raw = read_raw(directory)
     try:
         return ModelConfig.from_hf(raw)
     except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from None
+        raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
+
+
+def runs_natively(directory: Path) -> bool:
+    """Whether our decoder computes this model, as far as its config says; what is no model is refused elsewhere."""
+    try:
+        read_config(directory)
+    except CheckpointError:
+        return not (directory / "config.json").is_file()
+    return True
 
 
 def warm_start_shape(settings: WarmStart, vocabulary: int) -> dict[str, Any]:

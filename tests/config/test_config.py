@@ -61,7 +61,10 @@ def test_derived_numbers() -> None:
         ({"seed": "one"}, "seed=one: expected `int`, got `str`"),
         ({"trainer": 5}, "trainer=5: expected `object`, got `int`"),
         ({"rollout": {"on_update": "drop"}}, "use one of keep, recompute"),
-        ({"engine": {"type": "fak"}}, "engine.type=fak: invalid value 'fak'; use one of native, vllm, fake"),
+        (
+            {"engine": {"type": "fak"}},
+            "invalid value 'fak'; use one of native, vllm, transformers, fake",
+        ),
         ({"engine": {"max_batch": 3}}, "engine.type is required"),
         ({"model": {"type": "checkpoint"}}, "model.path is required: give it as model.path=VALUE"),
         ({"name": 42}, "quote text that looks like a number: name='\"42\"'"),
@@ -90,6 +93,15 @@ def test_derived_numbers() -> None:
                 "drafter": {"type": "eagle", "training": {"source": "both"}},
             },
             "drafter.training.source=both: only engine=native on a CPU",
+        ),
+        (
+            {"engine": {"type": "transformers"}, "drafter": {"type": "ngram"}},
+            "drafter=ngram: engine=transformers decodes without drafts; use drafter=none, or engine=native or vllm",
+        ),
+        (
+            {"engine": {"type": "transformers"}, "rollout": {"precision": "fp8"}},
+            "rollout.precision=fp8: engine=transformers computes in fp32 or bf16; use rollout.precision=bf16, or "
+            "engine=native or vllm",
         ),
     ],
 )

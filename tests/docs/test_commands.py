@@ -44,6 +44,7 @@ LONG = (
     "experiment=smollm2",
     "experiment=one_gpu",
     "engine=vllm",
+    "engine=transformers",
     "task=code",
     "trainer.ranks=2",
     "engine.device=cuda",

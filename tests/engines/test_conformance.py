@@ -29,6 +29,7 @@ from tests.support.driving import (
     native,
     paged,
     publishing,
+    transformers,
     until_generated,
 )
 from tests.support.parity import behaviour, gathered, processed, reference_logits
@@ -85,11 +86,13 @@ def driver_for(request: pytest.FixtureRequest, path: Path) -> Driver:
     if kind:
         make = paged_drafting(kind, request.getfixturevalue("heads"), "cpu" if where == "paged" else where)
         return Driver(make, path, redrafts=kind not in GUESSING)
-    return Driver({"native": native, "paged": paged, "cuda": cuda, "fake": fake}[request.param], path)
+    plain = {"native": native, "paged": paged, "cuda": cuda, "transformers": transformers, "fake": fake}
+    return Driver(plain[request.param], path)
 
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU)]
 NATIVE = ["native", "paged", pytest.param("cuda", marks=ON_GPU)]
+TRANSFORMERS = pytest.param("transformers", marks=pytest.mark.slow)
 VLLM = pytest.param("vllm", marks=needs_vllm)
 WITH_DRAFTER = [
     *(pytest.param(kind, marks=pytest.mark.slow if kind in ("eagle", "tree") else ()) for kind in DRAFTERS),
@@ -98,12 +101,12 @@ WITH_DRAFTER = [
 ]
 
 
-@pytest.fixture(params=[*NATIVE, "fake", VLLM, *WITH_DRAFTER])
+@pytest.fixture(params=[*NATIVE, TRANSFORMERS, "fake", VLLM, *WITH_DRAFTER])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
     return driver_for(request, path)
 
 
-@pytest.fixture(params=[*NATIVE, VLLM, *WITH_DRAFTER])
+@pytest.fixture(params=[*NATIVE, TRANSFORMERS, VLLM, *WITH_DRAFTER])
 def with_model(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:
     """Engines whose tokens come from a model."""
     return driver_for(request, path)

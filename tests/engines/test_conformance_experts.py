@@ -46,7 +46,7 @@ VLLM = pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])
 PAGED = pytest.param("paged", marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=["native", PAGED, pytest.param("cuda", marks=dense.ON_GPU), VLLM])
+@pytest.fixture(params=["native", PAGED, pytest.param("cuda", marks=dense.ON_GPU), dense.TRANSFORMERS, VLLM])
 def drive(request: pytest.FixtureRequest, path: Path, reference: PreTrainedModel) -> Driver:  # noqa: F811
     return dense.driver_for(request, path)
 

@@ -80,8 +80,10 @@ def literal(value: Any) -> str:
             return json.dumps(value)
 
 
-def beside(key: str) -> list[str]:
-    """What must be chosen with any member of a union: only vLLM drafts."""
+def beside(key: str, tag: str) -> list[str]:
+    """What must be chosen with a member of a union: not every engine drafts, or has FP8."""
+    if tag == "transformers":
+        return ["rollout.precision=bf16"]
     return ["engine=vllm"] if key == "drafter" else []
 
 
@@ -105,7 +107,7 @@ def test_every_union_member_has_its_file_and_its_fields(key: str, member: inspec
     tag = str(member.tag)
     settings = member.cls(**REQUIRED.get(tag, {}))
     fields = [f"{key}.{path}={literal(value)}" for path, value in leaves(msgspec.to_builtins(settings))]
-    assert getattr(compose([*beside(key), f"{key}={tag}", *fields]), key) == settings
+    assert getattr(compose([*beside(key, tag), f"{key}={tag}", *fields]), key) == settings
 
 
 CONTRACT = """
@@ -135,9 +137,8 @@ def test_experiments_compose_with_every_choice(experiment: Path) -> None:
     for key, members in UNIONS.items():
         for member in members:
             tag = str(member.tag)
-            compose(
-                [*base, *beside(key), f"{key}={tag}", *(f"{key}.{k}={v}" for k, v in REQUIRED.get(tag, {}).items())]
-            )
+            fields = [f"{key}.{name}={value}" for name, value in REQUIRED.get(tag, {}).items()]
+            compose([*base, *beside(key, tag), f"{key}={tag}", *fields])
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,16 @@ import torch
 
 from asyncrl.config.engine import FakeEngine as FakeSettings
 from asyncrl.config.engine import NativeEngine as NativeSettings
+from asyncrl.config.engine import TransformersEngine as TransformersSettings
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.engines.native.cuda.engine import CudaEngine
-from asyncrl.models.checkpoint import load_model
+from asyncrl.engines.transformers.engine import TransformersEngine
+from asyncrl.models.checkpoint import load_model, read_weights
 from asyncrl.models.names import hf_tensors
 from asyncrl.types import Delta, Finish, Floats, Ints, Request, Sampling, Segment, WeightManifest
+from asyncrl.weights.gather import Tensors
 from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
 
 T = TypeVar("T")
@@ -91,6 +94,10 @@ def cuda(path: Path, *, adapted: Sequence[str] = (), **settings: Any) -> CudaEng
     return CudaEngine(path, NativeSettings(**{"graph_memory_gib": 0.25} | settings), name="cuda", adapted=adapted)
 
 
+def transformers(path: Path, **settings: Any) -> TransformersEngine:
+    return TransformersEngine(path, TransformersSettings(**settings), name="transformers")
+
+
 def fake(_path: Path, *, max_batch: int = 128, **_native_only: Any) -> FakeEngine:
     # One token more than any test asks for, always: answers end by `max_tokens`, as those of the random model do.
     return FakeEngine(FakeSettings(median_tokens=10_000, sigma=0.0, max_batch=max_batch, vocabulary=48), name="fake")
@@ -119,9 +126,22 @@ class Driver:
 
 @contextmanager
 def publishing(path: Path) -> Iterator[Callable[[int], WeightManifest]]:
-    """Publish the weights of a checkpoint under any version."""
+    """Publish the weights of a checkpoint, which our decoder can load, under any version."""
     model, _ = load_model(path)
-    writer = SharedMemoryWriter(lambda: hf_tensors(model), prefix="test")
+    with _publishing(lambda: hf_tensors(model)) as publish:
+        yield publish
+
+
+@contextmanager
+def publishing_files(path: Path) -> Iterator[Callable[[int], WeightManifest]]:
+    """The same of any family: tensors as they are in the files."""
+    with _publishing(lambda: read_weights(path)) as publish:
+        yield publish
+
+
+@contextmanager
+def _publishing(tensors: Tensors) -> Iterator[Callable[[int], WeightManifest]]:
+    writer = SharedMemoryWriter(tensors, prefix="test")
     try:
         yield writer.publish
     finally:

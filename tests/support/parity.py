@@ -25,6 +25,16 @@ def reference_logits(model: PreTrainedModel, request: Request, answer: Answer) -
     return model(whole).logits[0, len(request.tokens) - 1 : -1]
 
 
+@torch.inference_mode()
+def stepped_logits(model: PreTrainedModel, request: Request, answer: Answer) -> torch.Tensor:
+    """The same, token by token, as `generate` computes them."""
+    cache, fed, found = DynamicCache(config=model.config), list(request.tokens), list[torch.Tensor]()
+    for token in answer.tokens.tolist():
+        found.append(model(torch.tensor([fed]), past_key_values=cache).logits[0, -1])
+        fed = [token]
+    return torch.stack(found)
+
+
 def processed(logits_T_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Logits of the distribution that is sampled from."""
     ids = torch.zeros(1, 1, dtype=torch.int64)
@@ -41,12 +51,13 @@ def behaviour(
     models: Mapping[int, PreTrainedModel], prompt: tuple[int, ...], answer: Answer, on_update: OnUpdate
 ) -> npt.NDArray[np.float32]:
     """Log-probabilities with one cache through all versions (keep), or with a fresh one per version (recompute)."""
-    cache, pending, prefix = DynamicCache(), list(prompt), list(prompt)
+    config = next(iter(models.values())).config
+    cache, pending, prefix = DynamicCache(config=config), list(prompt), list(prompt)
     parts: list[npt.NDArray[np.float32]] = []
     for segment in answer.segments:
         tokens = segment.tokens.tolist()
         if on_update == "recompute":
-            cache, pending = DynamicCache(), list(prefix)
+            cache, pending = DynamicCache(config=config), list(prefix)
         fed = torch.tensor([pending + tokens[:-1]])
         logits = models[segment.version](fed, past_key_values=cache).logits[0, len(pending) - 1 :]
         parts.append(gathered(logits, tokens))

@@ -23,15 +23,15 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def vllm(path: Path, *, adapted: Sequence[str] = (), **_others: Any) -> Engine:
-    return build_vllm(path, TINY, NoDrafter(), name="vllm", adapted=adapted)
+def vllm(path: Path, *, adapted: Sequence[str] = (), precision: str = "fp32", **_others: Any) -> Engine:
+    return build_vllm(path, TINY, NoDrafter(), name="vllm", adapted=adapted, precision=precision)
 
 
 class SharedVllm(Driver):
     """Batch sizes and chunks that a test asks for are left to vLLM: it has one setting for all of them."""
 
-    def __init__(self, path: Path, *, adapted: Sequence[str] = ()) -> None:
-        super().__init__(partial(vllm, adapted=adapted), path)
+    def __init__(self, path: Path, *, adapted: Sequence[str] = (), precision: str = "fp32") -> None:
+        super().__init__(partial(vllm, adapted=adapted, precision=precision), path)
         self._runner = asyncio.Runner()
         self._shared: Engine | None = None
         self.run = self._run

@@ -53,9 +53,14 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Save a model with weights of a size that makes tokens unevenly likely; returns it for comparison."""
+    """Save a model of a family that our decoder knows; returns it for comparison."""
+    return save_random(tiny_config(family, **changes), directory, seed)
+
+
+def save_random(config: PreTrainedConfig, directory: Path, seed: int) -> PreTrainedModel:
+    """With weights of a size that makes tokens unevenly likely."""
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else 0.3 * noise

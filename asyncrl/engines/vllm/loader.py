@@ -50,8 +50,7 @@ def in_place(model_config: ModelConfig, device: torch.device) -> bool:
 
     Quantized, packed (as on CPUs) and fused expert weights are made from the loaded ones, layer by layer.
     """
-    experts = getattr(model_config.hf_config, "num_experts", None)
-    return device.type == "cuda" and model_config.quantization is None and experts is None
+    return device.type == "cuda" and model_config.quantization is None and not model_config.get_num_experts()
 
 
 def in_blocks(named: Named, model_config: ModelConfig, device: torch.device) -> Iterator[tuple[str, Tensor]]:

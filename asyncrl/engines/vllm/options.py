@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from asyncrl.config.drafter import ActiveDrafter, DrafterSettings
 from asyncrl.config.engine import VllmEngine
 from asyncrl.config.precision import Fp8
-from asyncrl.models.config import read_config
+from asyncrl.models.outline import read_outline
 from asyncrl.precision.layers import PROJECTIONS
 from asyncrl.precision.quantizer import WEIGHT_BLOCK
 from asyncrl.system.devices import has_gpu
@@ -44,7 +44,7 @@ SEEDS = 2**63
 
 def within(settings: VllmEngine, model: Path) -> VllmEngine:
     """vLLM refuses to start with more positions than the model was made for."""
-    positions = read_config(model).raw.get("max_position_embeddings", settings.max_length)
+    positions = read_outline(model).positions or settings.max_length
     return msgspec.structs.replace(settings, max_length=min(settings.max_length, positions))
 
 
@@ -67,7 +67,7 @@ def engine_args(
         skip_tokenizer_init=True,  # tokens in, tokens out
         generation_config="vllm",  # the sampling settings are ours, never the checkpoint's
         dtype=DTYPES[settings.carrier(precision)],
-        **quantization(settings, read_config(model).layers, fp8 or Fp8()),
+        **quantization(settings, read_outline(model).layers, fp8 or Fp8()),
         load_format=LOADER if adapted or settings.travels_in_fp8 else CHECKPOINTS,
         model_loader_extra_config={ADAPTED: list(adapted)} if adapted else {},
         max_model_len=settings.max_length,

@@ -84,7 +84,8 @@ def vllm(facts: Facts) -> Iterator[Verdict]:
 
 
 def transformers(facts: Facts) -> Iterator[Verdict]:
-    yield _ok("transformers", facts.packages.get("transformers") or "not installed; only engine=vllm needs it")
+    missing = "not installed; engine=vllm and engine=transformers need it"
+    yield _ok("transformers", facts.packages.get("transformers") or missing)
 
 
 def gpu(facts: Facts) -> Iterator[Verdict]:

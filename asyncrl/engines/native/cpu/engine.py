@@ -24,7 +24,7 @@ from asyncrl.engines.native.cpu.fp8 import Fp8KvCache, Fp8Policy
 from asyncrl.engines.native.cpu.routes import HostRoutes
 from asyncrl.engines.native.cpu.scheduler import Scheduler
 from asyncrl.engines.native.cpu.speculator import Speculator
-from asyncrl.engines.native.rows import RowEngine
+from asyncrl.engines.native.rows import SpeculatingEngine
 from asyncrl.engines.native.speculation.source import Chooser, no_head, spare_slots
 from asyncrl.engines.native.verification import DraftTable
 from asyncrl.engines.native.weight_loading import Receiver
@@ -33,7 +33,7 @@ from asyncrl.models.routes import RouteShape
 from asyncrl.types import WeightAck, WeightManifest
 
 
-class NativeEngine(RowEngine):
+class NativeEngine(SpeculatingEngine):
     def __init__(
         self,
         model_path: Path,

@@ -39,7 +39,7 @@ from asyncrl.engines.native.cuda.planner import Planner
 from asyncrl.engines.native.cuda.routes import RoutePages
 from asyncrl.engines.native.cuda.speculation import Clock, Speculation, chain_depths
 from asyncrl.engines.native.cuda.timeline import Mark, Timeline
-from asyncrl.engines.native.rows import RowEngine
+from asyncrl.engines.native.rows import SpeculatingEngine
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.speculation.source import Chooser, build_head, no_head
 from asyncrl.engines.native.verification import DraftTable
@@ -55,7 +55,7 @@ _TILE_QUERIES = 64
 """Rows of the matrix product of a tile: tokens times query heads that share a key."""
 
 
-class CudaEngine(RowEngine):
+class CudaEngine(SpeculatingEngine):
     def __init__(
         self,
         model_path: Path,
