@@ -27,9 +27,15 @@ from asyncrl.config.user_code import Reward as Reward
 from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
 
+Backend = Literal["auto", "native", "transformers"]
 
-class ModelBase(Chosen, frozen=True):
+
+class ModelBase(Chosen, frozen=True, kw_only=True):
     """What the rest of the code asks about the model that a run starts from."""
+
+    backend: Backend = "auto"
+    """Whose code computes the model in training. `auto`: our own decoder for the families that it knows (Llama, Qwen2,
+    Qwen3, Qwen3-MoE), else the class of Hugging Face's transformers."""
 
     @property
     def directory(self) -> Path | None:

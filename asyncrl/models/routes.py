@@ -27,8 +27,8 @@ class RouteShape(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "RouteShape | None":
-        """None for a model without experts."""
-        if model.experts is None:
+        """None for a model without experts, and for one whose experts are chosen in the code of transformers."""
+        if model.experts is None or model.backend == "transformers":
             return None
         layers = tuple(layer for layer in range(model.layers) if model.experts_of(layer) is not None)
         return cls(layers, model.experts.active, model.experts.count)

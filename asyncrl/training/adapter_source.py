@@ -5,7 +5,7 @@ from torch import Tensor
 
 from asyncrl.models import lora
 from asyncrl.models.adapters import Adapter
-from asyncrl.models.decoder import Decoder
+from asyncrl.models.policy import PolicyModel
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.types import TensorSpec
 from asyncrl.weights.manifest import layout
@@ -14,9 +14,9 @@ from asyncrl.weights.manifest import layout
 class AdapterSource:
     """Adapters alone for a publication, in fp32: those of all layers and experts in one tensor, B with its scale."""
 
-    def __init__(self, model: Decoder, ranks: Ranks) -> None:
+    def __init__(self, model: PolicyModel, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
-        self._modules: dict[str, list[Adapter]] = lora.stacks((module, each) for module, _, each in lora.adapted(model))
+        self._modules: dict[str, list[Adapter]] = lora.stacks((module, each) for module, _, each in model.adapted())
 
     def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
         self._ranks.settle(self._model)
