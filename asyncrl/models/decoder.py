@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from asyncrl.config.trainer import Lora
+from asyncrl.config.trainer import PROJECTIONS, Lora, check_targets
 from asyncrl.models.adapters import EVERY, UNCHANGED, Adapter, Adapters, Changes, LowRank, changed
 from asyncrl.models.config import ATTENTION, Experts, ModelConfig, projection_shapes
 from asyncrl.models.experts import ExpertTensors, Route
@@ -314,6 +314,7 @@ class Decoder(PolicyModel):
         return name.endswith(".rotary_emb.inv_freq") or (self.config.tied_embeddings and name == "lm_head.weight")
 
     def adapt(self, settings: Lora, generator: torch.Generator) -> None:
+        check_targets(settings, PROJECTIONS, self.config.family)
         for index, layer in enumerate(self.blocks()):
             shapes, experts = projection_shapes(self.config, index), self.config.experts_of(index)
             count = None if experts is None else experts.count

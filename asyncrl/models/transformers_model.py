@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.trainer import Lora
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.config.trainer import Lora, check_targets
+from asyncrl.errors import CheckpointError
 from asyncrl.models.adapters import Adapter
 from asyncrl.models.config import OUTPUTS, ModelConfig
 from asyncrl.models.experts import Route
@@ -165,14 +165,9 @@ class TransformersModel(PolicyModel):
     # Adapters.
 
     def adapt(self, settings: Lora, generator: torch.Generator) -> None:
-        found = {name: linear for name, linear in self._linears() if name.rpartition(".")[2] in settings.targets}
-        kinds = {name.rpartition(".")[2] for name, _ in self._linears()}
-        if missing := [target for target in settings.targets if target not in kinds]:
-            raise ConfigError(
-                f"trainer.lora.targets names {', '.join(missing)}, and {type(self.inner).__name__} has no such linear "
-                f"layers; set trainer.lora.targets to some of {', '.join(sorted(kinds))}"
-            )
-        for linear in found.values():
+        known = [(name.rpartition(".")[2], linear) for name, linear in self._linears()]
+        check_targets(settings, {kind for kind, _ in known}, type(self.inner).__name__)
+        for linear in (linear for kind, linear in known if kind in settings.targets):
             adapter = Adapter(linear.in_features, linear.out_features, settings.rank, settings.alpha, generator)
             linear.add_module(ADAPTER, adapter.to(linear.weight.device))
             linear.register_forward_hook(_add_change)

@@ -143,14 +143,14 @@ def _weights(learner: Learner) -> dict[str, Tensor]:
     owners, found = _owners(model, ranks.world), dict[str, Tensor]()
     for name, parts in model.parts():
         whole = learner.outgoing.weight(name, parts)
-        if owners[name] == ranks.rank:
+        if owners.get(name, 0) == ranks.rank:
             found |= dict(cut(whole.cpu(), parts))
     return found
 
 
 def _weight_owners(learner: Learner) -> dict[str, int]:
     owners = _owners(learner.model, learner.ranks.world)
-    return {part.name: owners[own] for own, parts in learner.model.parts() for part in parts}
+    return {part.name: owners.get(own, 0) for own, parts in learner.model.parts() for part in parts}
 
 
 def _moments(module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ def _kept(tensor: Tensor, ranks: Ranks, owner: int) -> Tensor | None:
 
 
 def _owners(module: nn.Module, world: int) -> dict[str, int]:
-    """Who writes which parameter: always the one with the fewest bytes so far."""
+    """Who writes which parameter: always the one with the fewest bytes so far. Buffers are the first rank's."""
     used = [0] * world
     found: dict[str, int] = {}
     for name, parameter in module.named_parameters():

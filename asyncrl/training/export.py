@@ -29,8 +29,9 @@ class Export:
         if self._adapted:
             return lora.merged(self._model, own, parts, self._ranks.whole).to(dtype)
         weight = self._model.weight(own)
-        kept_apart = isinstance(weight, nn.Parameter) and weight.dtype != dtype
-        return self._ranks.whole((self._master(weight) if kept_apart else weight.detach()).to(dtype))
+        if isinstance(weight, nn.Parameter) and weight.dtype != dtype:
+            weight = self._master(weight)
+        return self._ranks.whole(weight.detach().to(dtype))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """In fp32, by Hugging Face name."""

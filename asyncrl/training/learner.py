@@ -160,8 +160,8 @@ class Learner:
         self.ranks.settle(self.model)
         self.model.packing = "packed" if all(map(bool, self.ranks.exchange(b"1" if packs else b""))) else "padded"
         if self.ranks.rank == 0:
-            found = self.model.packing
-            log.warning("%s through transformers, samples %s", self.model_config.architecture, PACKINGS[found])
+            found, level = self.model.packing, logging.INFO if self.model.packing == "packed" else logging.WARNING
+            log.log(level, "%s through transformers, samples %s", self.model_config.architecture, PACKINGS[found])
 
     def _choose_execution(self) -> Execution:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
