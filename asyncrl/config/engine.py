@@ -25,6 +25,8 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
 
     has_model: ClassVar[bool] = True
     """Off: it writes no text and reads no weights, so there is nothing to probe, to draft for or to converse with."""
+    own_decoder: ClassVar[bool] = False
+    """Whether it computes with our own decoder, so that it serves only the families that this knows."""
     checks_trees: ClassVar[bool] = False
     """Whether it verifies trees of drafted tokens, and not only chains."""
     merges_adapters: ClassVar[bool] = False
@@ -126,6 +128,7 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
 class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     """Our own torch engine, embedded in the rollout actor."""
 
+    own_decoder = True
     checks_trees = True
     merges_adapters = True
     fp8_by_publication = True

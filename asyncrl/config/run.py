@@ -113,7 +113,7 @@ class Rollout(RolloutPrecision, frozen=True):
     """System message of the chat; empty leaves it to the template."""
 
     def replays_routes(self, engine: EngineBase) -> bool:
-        """Whether routes are recorded and replayed, if the model has experts."""
+        """Whether routes are recorded and replayed, if the model has experts that our own decoder computes."""
         return self.router_replay == "on" or (self.router_replay == "auto" and engine.returns_routes == "always")
 
 

@@ -89,7 +89,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def without_output(self) -> "ModelConfig":
         """The same decoder without an output matrix of its own, for uses that end at the hidden states."""
-        return msgspec.structs.replace(self, tied_embeddings=True)
+        left_out = self.parameters and not self.tied_embeddings and self.vocabulary * self.hidden_size
+        return msgspec.structs.replace(self, tied_embeddings=True, parameters=self.parameters - left_out)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":

@@ -30,7 +30,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 Whole = Callable[[Tensor], Tensor]
 """All of a parameter, of which there may be only a part here."""
-_LAYER = re.compile(r"(model\.layers\.)(\d+)(\..+)")
+_LAYER = re.compile(r"(.+?\.(?:layers|h|blocks)\.)(\d+)(\..+)")
+_EVERY_LAYER = re.compile(r"(\.(?:layers|h|blocks)\.)\*(?=\.)")
 EVERY_EXPERT = f".experts.{EVERY}."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 T = TypeVar("T")
@@ -126,7 +127,7 @@ def unstacked(published: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, every in published:
         for layer, part in enumerate(every):
-            own = name.replace(f".layers.{EVERY}.", f".layers.{layer}.")
+            own = _EVERY_LAYER.sub(rf"\g<1>{layer}", name)
             if EVERY_EXPERT in own:
                 found |= {own.replace(EVERY, str(expert)): each for expert, each in enumerate(part)}
             else:

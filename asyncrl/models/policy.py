@@ -110,10 +110,10 @@ class PolicyModel(nn.Module, ABC):
     def adapted(self) -> Iterator[Adapted]:
         """Every projection with an adapter."""
 
-    def try_out(self, *, narrow: bool) -> bool:
-        """Compute a little before the first batch: CheckpointError if our head is not that of the model, and whether
-        samples may be packed. Every rank has to call it."""
-        return True
+    def try_out(self, *, narrow: bool) -> str:
+        """Compute a little before the first batch: why samples cannot be packed, or nothing. CheckpointError if our
+        head is not that of the model. Every rank has to call it."""
+        return ""
 
     def logits(self, hidden_T_E: Tensor) -> Tensor:
         return self.logit_shape(F.linear(hidden_T_E, self.output_matrix))

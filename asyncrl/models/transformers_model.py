@@ -4,9 +4,10 @@ What a layer computes is the family's own code: sliding windows, attention sinks
 attention. Ours are the rows around it, the head behind it, and the names of its weights in files. Code that comes with
 a checkpoint is never run.
 
-**Rows.** Samples lie one behind the other, and transformers tells them apart by positions that begin again. Not every
-family looks at these: `try_out` packs a few samples, and where one changes another each gets a row of its own.
-Rows are padded behind their tokens, where causal layers do not look, so that no mask is needed.
+**Rows.** They are as long as the longest sample, and shorter ones lie one behind the other: in one long row attention
+would look at every pair of tokens, only to mask most of them. transformers tells samples apart by positions that begin
+again. Not every family looks at these: `try_out` packs a few samples, and where one changes another each gets a row of
+its own. Rows are padded behind their tokens, where causal layers do not look.
 
 **Precision.** In bf16 products are narrow (autocast) and the residual stream stays in fp32, as in our own decoder.
 
@@ -43,7 +44,8 @@ log = logging.getLogger(__name__)
 
 LOGIT_FACTORS = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
 """Settings of families that multiply logits by a number, or divide them by it."""
-PROBE_LENGTHS = (7, 5, 9)
+PROBE_LENGTHS = (16, 9, 7)
+"""The last two fit into a row as long as the first, one behind the other."""
 TOLERANCE = {False: 1e-3, True: 5e-2}
 """Of hidden states against the largest of them, in fp32 and in bf16: sums have another order in rows of other lengths,
 and where samples see each other the difference is about as large as the states."""
@@ -97,20 +99,14 @@ class TransformersModel(PolicyModel):
         assert sum(map(len, rows)) == len(tokens_T), "samples share tokens, which attention of transformers cannot"
         if execution is not None:
             self._recompute(execution.recomputed)
-        place_N_L, place_T = _padded(rows) if self.packing == "padded" else (np.arange(len(tokens_T))[None], None)
-        place = torch.from_numpy(place_N_L).to(tokens_T.device)
-        positions_N_L = positions_T[place]
-        if self.packing == "padded":  # padding repeats a token, but not its position
-            positions_N_L = torch.arange(place.shape[1], device=place.device).expand_as(place)
-        found: tuple[Tensor, ...] = self(tokens_T[place], positions_N_L, every=taps is not None)
-        flat = [x_N_L_E.flatten(0, 1) for x_N_L_E in found]
-        if place_T is not None:
-            index = torch.from_numpy(place_T).to(tokens_T.device)
-            flat = [x.index_select(0, index) for x in flat]
-        for layer, x_T_E in enumerate(flat[1:]):
-            if taps is not None and layer < self.config.layers:
+        layout = _in_rows(rows, packed=self.packing == "packed")
+        source_N_L, positions_N_L, place_T = (torch.from_numpy(each).to(tokens_T.device) for each in layout)
+        found: tuple[Tensor, ...] = self(tokens_T[source_N_L], positions_N_L, every=taps is not None)
+        hidden_T_E, *before = (x_N_L_E.flatten(0, 1).index_select(0, place_T) for x_N_L_E in found)
+        for layer, x_T_E in enumerate(before[: self.config.layers]):
+            if taps is not None:
                 taps.see(layer, x_T_E)
-        return flat[0]
+        return hidden_T_E
 
     def forward(
         self, tokens_N_L: Tensor, positions_N_L: Tensor, *, every: bool = False, logits: bool = False
@@ -188,24 +184,24 @@ class TransformersModel(PolicyModel):
     # What is tried before the first batch.
 
     @torch.no_grad()
-    def try_out(self, *, narrow: bool) -> bool:
+    def try_out(self, *, narrow: bool) -> str:
         if self._output:
             self._check_logits(narrow=narrow)
-        return self._packs(narrow=narrow)
+        kinds = getattr(self.inner.config.get_text_config(), "layer_types", None) or ()
+        if "chunked_attention" in kinds:  # chunks are longer than what is tried
+            return "its chunks of attention are counted from the beginning of a row"
+        return "" if self._packs(narrow=narrow) else "packed, they would see each other"
 
     def _packs(self, *, narrow: bool) -> bool:
-        """Whether samples that lie one behind the other have the states that each has alone, and whether the others
-        keep theirs if the first one changes. Chunks of attention are longer than what is tried, and are counted from
-        the beginning of a row."""
-        if "chunked_attention" in (getattr(self.inner.config.get_text_config(), "layer_types", None) or ()):
-            return False
+        """Whether samples that lie one behind the other have the states that each has alone, and whether the last one
+        keeps its own if the others change."""
         samples = [torch.from_numpy(each) for each in _probe(self.config.vocabulary)]
-        first, *others = samples
-        changed = (first + 1) % self.config.vocabulary
+        *others, last = samples
+        changed = [(each + 1) % self.config.vocabulary for each in others]
         packed, *alone = (self._probed(some, narrow=narrow) for some in (samples, *([each] for each in samples)))
-        beside = self._probed([changed, *others], narrow=narrow)
+        beside = self._probed([*changed, last], narrow=narrow)
         apart = (packed - torch.cat(alone)).abs().max() / packed.abs().max()
-        leaked = (packed - beside)[len(first) :].abs().max() / packed.abs().max()
+        leaked = (packed - beside)[-len(last) :].abs().max() / packed.abs().max()
         return bool(apart <= TOLERANCE[narrow] and leaked <= LEAK)
 
     def _probed(self, samples: Sequence[Tensor], *, narrow: bool) -> Tensor:
@@ -252,14 +248,34 @@ def _logit_shape(config: Any) -> LogitShape:
     return LogitShape(scale, float(getattr(config, "final_logit_softcapping", None) or 0.0))
 
 
-def _padded(rows: Sequence[Indices]) -> tuple[Indices, Indices]:
-    """The flat token at each place of N_L, and the place of each flat token."""
-    longest = max(map(len, rows))
-    place_N_L = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
-    place_T = np.empty(sum(map(len, rows)), np.int64)
+def _in_rows(samples: Sequence[Indices], *, packed: bool) -> tuple[Indices, Indices, Indices]:
+    """The flat token at each place of N_L and its position, and the place of each flat token. Padding goes on with the
+    last sample of a row."""
+    longest = max(map(len, samples))
+    rows = _filled(samples, longest) if packed else [[sample] for sample in samples]
+    source_N_L, positions_N_L = np.empty((2, len(rows), longest), np.int64)
+    place_T = np.empty(sum(map(len, samples)), np.int64)
     for number, row in enumerate(rows):
-        place_T[row] = number * longest + np.arange(len(row))
-    return place_N_L, place_T
+        found = np.concatenate(row)
+        place_T[found] = number * longest + np.arange(len(found))
+        source_N_L[number] = np.pad(found, (0, longest - len(found)), mode="edge")
+        end = longest - len(found) + len(row[-1])
+        positions_N_L[number] = np.concatenate([*(np.arange(len(each)) for each in row[:-1]), np.arange(end)])
+    return source_N_L, positions_N_L, place_T
+
+
+def _filled(samples: Sequence[Indices], longest: int) -> list[list[Indices]]:
+    """Each into the first row that has room for it, the long ones first."""
+    rows: list[list[Indices]] = []
+    room: list[int] = []
+    for sample in sorted(samples, key=len, reverse=True):
+        row = next((number for number, left in enumerate(room) if left >= len(sample)), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(longest)
+        rows[row].append(sample)
+        room[row] -= len(sample)
+    return rows
 
 
 def _probe(vocabulary: int) -> list[Indices]:

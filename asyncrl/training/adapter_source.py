@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from asyncrl.errors import CheckpointError
 from asyncrl.models import lora
 from asyncrl.models.adapters import Adapter
 from asyncrl.models.policy import PolicyModel
@@ -16,7 +17,13 @@ class AdapterSource:
 
     def __init__(self, model: PolicyModel, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
-        self._modules: dict[str, list[Adapter]] = lora.stacks((module, each) for module, _, each in model.adapted())
+        adapted = [(module, adapter) for module, _, adapter in model.adapted()]
+        self._modules: dict[str, list[Adapter]] = lora.stacks(adapted)
+        if sum(map(len, self._modules.values())) < len(adapted):
+            raise CheckpointError(
+                f"adapters of {model.config.architecture} cannot be published: names such as {adapted[0][0]} do not "
+                "say which layer it is; set trainer.lora.rank=0 to train every weight"
+            )
 
     def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
         self._ranks.settle(self._model)

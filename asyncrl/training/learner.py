@@ -60,10 +60,6 @@ from asyncrl.weights.gather import OneRank, Source
 
 log = logging.getLogger(__name__)
 
-PACKINGS = {
-    "packed": "packed one behind the other",
-    "padded": "in padded rows: packed, they would see each other",
-}
 MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch", "router_aux_loss")
 """Sums over tokens that a report has the mean of, where there are any."""
 
@@ -156,17 +152,20 @@ class Learner:
         """Where it has to be tried, and then every rank has to find the same: all cut a step into the same batches."""
         if self.model.packing == "shared":
             return
-        packs = self.model.try_out(narrow=self._settings.dtype == "bf16")
+        found = self.model.try_out(narrow=self._settings.dtype == "bf16")
         self.ranks.settle(self.model)
-        self.model.packing = "packed" if all(map(bool, self.ranks.exchange(b"1" if packs else b""))) else "padded"
+        why_not = next(filter(None, self.ranks.exchange(found.encode())), b"").decode()
+        self.model.packing = "padded" if why_not else "packed"
         if self.ranks.rank == 0:
-            found, level = self.model.packing, logging.INFO if self.model.packing == "packed" else logging.WARNING
-            log.log(level, "%s through transformers, samples %s", self.model_config.architecture, PACKINGS[found])
+            rows = f"in padded rows: {why_not}" if why_not else "packed into rows"
+            name = self.model_config.architecture
+            log.log(logging.WARNING if why_not else logging.INFO, "%s through transformers, samples %s", name, rows)
 
     def _choose_execution(self) -> Execution:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         compile = compiles(self._settings.compile, self.device.type)
-        flash = uses_flash(self.device, self._settings.dtype == "bf16") and self.model_config.experts is None
+        whole = self.model_config.experts is None and self.model_config.backend == "native"
+        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole
         again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
         return Execution(again, compile, flash)
 

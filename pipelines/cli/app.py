@@ -202,7 +202,7 @@ def _look(options: argparse.Namespace) -> int:
         case _:
             from pipelines.cli.doctor import doctor
 
-            return doctor(as_json=options.json)
+            return doctor(as_json=options.json, model=options.model)
     return 0
 
 

@@ -95,6 +95,7 @@ def _add_looking(add: Callable[..., argparse.ArgumentParser]) -> None:
     query.add_argument("--format", choices=("table", "csv", "json"), default="table", help="of the result (table)")
     doctor = add("doctor", help="look at this machine: what is wrong, and the command that mends it")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    doctor.add_argument("--model", type=Path, metavar="DIR", help="say as well how this model would be trained")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:

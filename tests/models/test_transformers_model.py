@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from asyncrl.config.trainer import Lora
 from asyncrl.errors import CheckpointError, ConfigError
@@ -24,16 +24,17 @@ from asyncrl.models.names import hf_tensors
 from asyncrl.models.policy import PolicyModel, Taps
 from asyncrl.models.transformers_model import TransformersModel
 from tests.support.tiny_families import FAMILIES, tiny_family
-from tests.support.tiny_model import tiny_checkpoint
+from tests.support.tiny_model import SHAPE, tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch, on CPUs without bf16
-LENGTHS = (7, 5, 9)
-SAMPLES = [np.random.default_rng(1).integers(0, 48, length) for length in LENGTHS]
+LENGTHS = (12, 5, 7)
+"""The last two share a row, where samples are packed."""
+SAMPLES = [np.random.default_rng(1).integers(0, 40, length) for length in LENGTHS]
 
 
 def _loaded(directory: Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
     model = load_policy(directory, "transformers", dtype)
-    model.packing = "packed" if model.try_out(narrow=False) else "padded"
+    model.packing = "padded" if model.try_out(narrow=False) else "packed"
     return model
 
 
@@ -138,13 +139,32 @@ def test_files_of_transformers_own_layout_are_read_and_kept(tmp_path: Path) -> N
 def test_bf16_computes_about_the_same(family: str, tmp_path: Path) -> None:
     theirs = tiny_family(tmp_path, family)
     ours = load_policy(tmp_path, "transformers", torch.bfloat16)
-    ours.packing = "packed" if ours.try_out(narrow=True) else "padded"
+    ours.packing = "padded" if ours.try_out(narrow=True) else "packed"
     assert ours.packing == FAMILIES[family].packing
     with torch.autocast("cpu", torch.bfloat16):
         hidden = _states(ours)
     assert hidden.dtype == torch.float32, "nothing rounds the residual stream"
     logp = ours.logits(hidden.bfloat16()).float().log_softmax(-1)
     assert float((logp - _alone(theirs)).detach().abs().mean()) < 0.2
+
+
+def test_the_text_tower_of_a_model_that_sees_is_trained_alone(tmp_path: Path) -> None:
+    text = {name: value for name, value in SHAPE.items() if value is not None} | FAMILIES["gemma3_text"].config
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=47)
+    theirs = Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = _loaded(tmp_path)
+    logp = ours.logits(_states(ours)).log_softmax(-1)
+    assert _close(
+        logp, torch.cat([theirs(input_ids=torch.from_numpy(each)[None]).logits[0] for each in SAMPLES]).log_softmax(-1)
+    )
+    logp.sum().backward()
+    learned = {name for name, parameter in ours.named_parameters() if parameter.grad is not None}
+    assert learned == {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    assert all("language_model" in name for name in learned)
+    assert {name for name, _ in hf_tensors(ours)} == set(load_file(tmp_path / WEIGHTS))
 
 
 def test_adapters_change_linear_layers_and_merge_into_their_weights(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_it_says_how_samples_lie(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     for family in ("mistral", "qwen3_5_text"):
         tiny_family(tmp_path / family, family)
         _learner(tmp_path / family)
-    assert caplog.messages[-2:] == [
-        "MistralForCausalLM through transformers, samples packed one behind the other",
+    assert [each.getMessage() for each in caplog.records if each.name.startswith("asyncrl")] == [
+        "MistralForCausalLM through transformers, samples packed into rows",
         "Qwen3_5ForCausalLM through transformers, samples in padded rows: packed, they would see each other",
     ]

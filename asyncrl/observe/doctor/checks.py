@@ -84,7 +84,8 @@ def vllm(facts: Facts) -> Iterator[Verdict]:
 
 
 def transformers(facts: Facts) -> Iterator[Verdict]:
-    yield _ok("transformers", facts.packages.get("transformers") or "not installed; only engine=vllm needs it")
+    missing = "not installed; engine=vllm needs it, and models that our own decoder does not know"
+    yield _ok("transformers", facts.packages.get("transformers") or missing)
 
 
 def gpu(facts: Facts) -> Iterator[Verdict]:
