@@ -52,4 +52,4 @@ class RouteShape(NamedTuple):
 
 def replayed_shape(run: Run, model: ModelConfig) -> RouteShape | None:
     """Of the routes that the run's trajectories carry; None where its trainer replays none."""
-    return RouteShape.of(model) if run.rollout.replays_routes(run.engine) else None
+    return RouteShape.of(model) if run.replays_routes else None
