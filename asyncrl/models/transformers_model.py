@@ -69,11 +69,11 @@ class TransformersModel(PolicyModel):
         if not output and not self._tied:
             self.inner.set_output_embeddings(None)
         self._output = output
-        text = self.inner.config.get_text_config()
-        self.logit_shape = _logit_shape(text)
+        self.logit_shape = _logit_shape(self.inner.config.get_text_config())
         self.packing: Packing = "packed"
         self._layout = file_layout(self.inner, tensor_sizes(directory))
         self._recomputed = 0
+        self._adapted: list[Adapted] = []
         embedding.register_forward_hook(_widen)
         trained = {id(each) for module in (self.decoder, embedding, head) if module for each in module.parameters()}
         for parameter in self.inner.parameters():  # a tower for pictures or sound sees nothing to learn from
@@ -161,18 +161,18 @@ class TransformersModel(PolicyModel):
     # Adapters.
 
     def adapt(self, settings: Lora, generator: torch.Generator) -> None:
-        known = [(name.rpartition(".")[2], linear) for name, linear in self._linears()]
-        check_targets(settings, {kind for kind, _ in known}, type(self.inner).__name__)
-        for linear in (linear for kind, linear in known if kind in settings.targets):
-            adapter = Adapter(linear.in_features, linear.out_features, settings.rank, settings.alpha, generator)
-            linear.add_module(ADAPTER, adapter.to(linear.weight.device))
-            linear.register_forward_hook(_add_change)
+        found = dict(self._linears())
+        check_targets(settings, {name.rpartition(".")[2] for name in found}, type(self.inner).__name__)
+        for name, linear in found.items():
+            if name.rpartition(".")[2] in settings.targets:
+                adapter = Adapter(linear.in_features, linear.out_features, settings.rank, settings.alpha, generator)
+                linear.add_module(ADAPTER, adapter.to(linear.weight.device))
+                linear.register_forward_hook(_add_change)
+                (part,) = self._layout[f"{name}.weight"]
+                self._adapted.append(Adapted(part.name.removesuffix(".weight"), f"inner.{name}.{ADAPTER}", adapter))
 
     def adapted(self) -> Iterator[Adapted]:
-        for name, linear in self._linears():
-            if (adapter := getattr(linear, ADAPTER, None)) is not None:
-                (part,) = self._layout[f"{name}.weight"]
-                yield Adapted(part.name.removesuffix(".weight"), f"inner.{name}.{ADAPTER}", adapter)
+        return iter(self._adapted)
 
     def _linears(self) -> Iterator[tuple[str, nn.Linear]]:
         """Of the layers, by their names in `inner`."""

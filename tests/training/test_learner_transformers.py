@@ -65,7 +65,7 @@ def test_it_learns_what_our_decoder_learns(family: str, tmp_path: Path) -> None:
         ("gemma2", {}),
         ("gpt_oss", {"checkpoint_activations": True}),
         ("mistral", {"lora": Lora(rank=2, targets=("q_proj", "down_proj"))}),
-        ("cohere", {"dtype": "bf16"}),
+        pytest.param("cohere", {"dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param("glm4_moe", {"dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", {"dtype": "bf16", "optimizer": "adamw_8bit"}, marks=pytest.mark.slow),
         pytest.param(
