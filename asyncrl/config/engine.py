@@ -36,6 +36,8 @@ class EngineBase(Chosen, frozen=True, kw_only=True):
     """Off: it writes no text and reads no weights, so there is nothing to probe, to draft for or to converse with."""
     verifies_drafts: ClassVar[bool] = False
     """Whether it decodes with a drafter."""
+    own_decoder: ClassVar[bool] = False
+    """Whether it computes with our own decoder, so that it serves only the families that this knows."""
     checks_trees: ClassVar[bool] = False
     """Whether it verifies trees of drafted tokens, and not only chains."""
     merges_adapters: ClassVar[bool] = False
@@ -138,6 +140,7 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
     """Our own torch engine, embedded in the rollout actor."""
 
     verifies_drafts = True
+    own_decoder = True
     checks_trees = True
     merges_adapters = True
     fp8_by_publication = True

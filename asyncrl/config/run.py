@@ -13,7 +13,7 @@ import msgspec
 from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo, Importance
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 from asyncrl.config.drafter import DrafterSettings, NoDrafter
-from asyncrl.config.engine import EngineBase, EngineSettings, NativeEngine
+from asyncrl.config.engine import EngineSettings, NativeEngine
 from asyncrl.config.errors import explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
 from asyncrl.config.placement import Placement
@@ -27,9 +27,15 @@ from asyncrl.config.user_code import Reward as Reward
 from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
 
+Backend = Literal["auto", "native", "transformers"]
 
-class ModelBase(Chosen, frozen=True):
+
+class ModelBase(Chosen, frozen=True, kw_only=True):
     """What the rest of the code asks about the model that a run starts from."""
+
+    backend: Backend = "auto"
+    """Whose code computes the model in training. `auto`: our own decoder for the families that it knows (Llama, Qwen2,
+    Qwen3, Qwen3-MoE), else the class of Hugging Face's transformers."""
 
     @property
     def directory(self) -> Path | None:
@@ -105,10 +111,6 @@ class Rollout(RolloutPrecision, frozen=True):
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
     """System message of the chat; empty leaves it to the template."""
-
-    def replays_routes(self, engine: EngineBase) -> bool:
-        """Whether routes are recorded and replayed, if the model has experts."""
-        return self.router_replay == "on" or (self.router_replay == "auto" and engine.returns_routes == "always")
 
 
 class Flow(Settings, frozen=True):
@@ -227,6 +229,12 @@ class Run(Settings, frozen=True):
     """Where figures go besides the run's directory."""
     project: str = "asyncrl"
     """What trackers show the run under."""
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether routes are recorded and replayed, if the model has experts: transformers takes none."""
+        wanted, always = self.rollout.router_replay, self.engine.returns_routes == "always"
+        return (wanted == "on" or (wanted == "auto" and always)) and self.model.backend != "transformers"
 
     @property
     def samples_per_step(self) -> int:

@@ -1,5 +1,6 @@
 """Settings of the trainer, and what of them does not go together."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl.config.base import AboveZero, Natural, NonNegative, Positive, Probability, Settings
@@ -19,10 +20,9 @@ class Lora(Settings, frozen=True):
     """Of the changes; 0 trains every weight."""
     alpha: AboveZero = 32.0
     """The change is multiplied by alpha / rank."""
-    targets: tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...] = (
-        PROJECTIONS
-    )
-    """The matrices that change, by their Hugging Face names."""
+    targets: tuple[str, ...] = PROJECTIONS
+    """The linear layers that change, by the last part of their Hugging Face names. These are what our own decoder has;
+    other families may name theirs otherwise."""
 
 
 class Trainer(Settings, frozen=True):
@@ -63,6 +63,15 @@ class Trainer(Settings, frozen=True):
     """`auto` is the first GPU where there is one."""
     threads: Positive = 1
     lora: Lora = Lora()
+
+
+def check_targets(lora: Lora, known: Collection[str], model: str) -> None:
+    """Refuse names of layers that the model has not."""
+    if missing := [target for target in lora.targets if target not in known]:
+        raise ConfigError(
+            f"trainer.lora.targets names {', '.join(missing)}, and {model} has no such linear layers; set "
+            f"trainer.lora.targets to some of {', '.join(sorted(known))}"
+        )
 
 
 def check_trainer(run: "Run") -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from asyncrl.config.drafter import HeadDrafter
 from asyncrl.drafting.heads import Head, HeadConfig, Kind, default_taps
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.models.checkpoint import WEIGHTS
 from asyncrl.models.config import ModelConfig
+from asyncrl.models.files import WEIGHTS
 
 ARCHITECTURES: dict[Kind, str] = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
 """vLLM writes `Eagle` before the first one by itself."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.models.config import ModelConfig
-from asyncrl.models.decoder import Attend, GatedTensors, LayerTensors, plain_linear
-from asyncrl.models.layers import NormScale, Rotate, rms_norm
+from asyncrl.models.decoder import GatedTensors, LayerTensors, plain_linear
+from asyncrl.models.layers import Attend, NormScale, Rotate, rms_norm
 
 Kind = Literal["eagle", "eagle3"]
 

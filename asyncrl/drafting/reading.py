@@ -8,8 +8,9 @@ from torch import Tensor
 
 from asyncrl.drafting.heads import HeadConfig
 from asyncrl.drafting.windows import Window
-from asyncrl.models.decoder import Decoder, Taps
+from asyncrl.models.decoder import Decoder
 from asyncrl.models.packed import packed_attention
+from asyncrl.models.policy import Taps
 from asyncrl.types import GIVEN, Ints, Slot, Trajectory
 
 BATCH_TOKENS = 4096

@@ -86,7 +86,7 @@ def build_engine(
         tap=tap,
         learned=learned,
         adapted=published_adapters(run),
-        routes=run.rollout.replays_routes(run.engine),
+        routes=run.replays_routes,
     )
 
 

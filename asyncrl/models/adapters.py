@@ -19,6 +19,9 @@ from torch.nn import functional
 
 from asyncrl.models.config import ATTENTION
 
+EVERY = "*"
+"""In the name of a module: all layers, or all experts of one."""
+
 
 class LowRank(NamedTuple):
     down_E_R: Tensor

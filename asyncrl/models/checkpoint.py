@@ -9,12 +9,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.config.run import Backend
 from asyncrl.errors import CheckpointError
-from asyncrl.models.config import ARCHITECTURES, ModelConfig, read_config
+from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.decoder import Decoder
+from asyncrl.models.files import INDEX, WEIGHTS, weight_files
 from asyncrl.models.names import hf_tensors, unpacked
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.transformers_model import TransformersModel
 
-WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
 """Of one file at most, as Hugging Face has it."""
 
@@ -22,24 +25,46 @@ SHARD_BYTES = 5_000_000_000
 def load_model(
     path: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, output: bool = True
 ) -> tuple[Decoder, ModelConfig]:
-    """Read a model directory; tensors are cast to `dtype`. Without `output` an untied output matrix is left out."""
+    """Read a model directory into our decoder; tensors are cast to `dtype`. Without `output` an untied output matrix is
+    left out."""
     directory = Path(path)
     config = read_config(directory) if output else read_config(directory).without_output()
     model = Decoder(config, dtype).to(device)
-    missing = dict(hf_tensors(model))
-    unexpected: list[str] = []
-    for name, tensor in unpacked(read_weights(directory)):
-        if name in missing:
-            _fill(missing.pop(name), name, tensor)
-        elif not _redundant(name, config):
-            unexpected.append(name)
-    _fits(directory, config, missing, unexpected)
+    _read_into(model, directory, unpacked(read_weights(directory)))
     return model, config
 
 
-def check_names(directory: Path, config: ModelConfig, wanted: set[str], found: set[str]) -> None:
+def load_policy(directory: Path, backend: Backend, dtype: torch.dtype, *, output: bool = True) -> PolicyModel:
+    """The same for whichever backend is wanted."""
+    model = empty_policy(directory, backend, dtype, output=output)
+    tensors = read_weights(directory)
+    _read_into(model, directory, unpacked(tensors) if isinstance(model, Decoder) else tensors)
+    return model
+
+
+def empty_policy(directory: Path, backend: Backend, dtype: torch.dtype, *, output: bool = True) -> PolicyModel:
+    """Without weights, in memory that nothing is written to yet."""
+    config = read_config(directory, backend)
+    if config.backend == "native":
+        return Decoder(config if output else config.without_output(), dtype)
+    return TransformersModel(directory, config, dtype, output=output)
+
+
+def _read_into(model: PolicyModel, directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    missing = dict(hf_tensors(model))
+    unexpected: list[str] = []
+    for name, tensor in tensors:
+        if name in missing:
+            _fill(missing.pop(name), name, tensor)
+        elif not model.redundant(name):
+            unexpected.append(name)
+    _fits(directory, model.config, missing, unexpected)
+
+
+def check_names(directory: Path, model: PolicyModel, found: set[str]) -> None:
     """That the files of a checkpoint hold what its model consists of."""
-    _fits(directory, config, wanted - found, [name for name in found - wanted if not _redundant(name, config)])
+    wanted = {part.name for _, parts in model.parts() for part in parts}
+    _fits(directory, model.config, wanted - found, [name for name in found - wanted if not model.redundant(name)])
 
 
 def _fits(directory: Path, config: ModelConfig, missing: Iterable[str], unexpected: Iterable[str]) -> None:
@@ -65,7 +90,7 @@ def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
     return model
 
 
-def save_model(model: Decoder, directory: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
+def save_model(model: PolicyModel, directory: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
     """Write `config.json`, `model.safetensors` and an index: the model's own tensors, unless others are given for them.
 
     Big models are written in shards, as Hugging Face's are: only one is in the host's memory at a time. One file has an
@@ -86,7 +111,7 @@ def save_model(model: Decoder, directory: Path | str, tensors: Iterable[tuple[st
     for number, file in enumerate(files):
         (directory / f"{WEIGHTS}.{number}").rename(directory / file)
     found = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    (directory / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": found}, indent=2))
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": found}, indent=2))
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -101,16 +126,16 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     yield shard
 
 
-def save_config(model: Decoder, directory: Path, dtype: torch.dtype) -> None:
+def save_config(model: PolicyModel, directory: Path, dtype: torch.dtype) -> None:
     (directory / "config.json").write_text(json.dumps(_config_of(model, dtype), indent=2, sort_keys=True) + "\n")
 
 
-def _config_of(model: Decoder, dtype: torch.dtype) -> dict[str, object]:
+def _config_of(model: PolicyModel, dtype: torch.dtype) -> dict[str, object]:
     """The config as it was read, except that it names the dtype really saved."""
     raw = dict(model.config.raw)
     key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
     raw[key] = str(dtype).removeprefix("torch.")
-    raw.setdefault("architectures", [ARCHITECTURES[model.config.family] + "ForCausalLM"])
+    raw.setdefault("architectures", [model.config.architecture])
     return raw
 
 
@@ -125,26 +150,6 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from None
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Where the weights of a model directory are."""
-    index = directory / f"{WEIGHTS}.index.json"
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
-    if index.is_file():
-        return [_beside(index, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    raise CheckpointError(
-        f"{directory} holds no {WEIGHTS} and no {index.name}; pickled weights (.bin) are not read, convert them with "
-        f"transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-    )
-
-
-def _beside(index: Path, name: str) -> Path:
-    """An index names files of its own directory; one that points elsewhere is not followed."""
-    if name != Path(name).name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"{index} names {name!r}, which is no .safetensors file beside it; download it again")
-    return index.parent / name
-
-
 def _fill(target: Tensor, name: str, source: Tensor) -> None:
     if target.shape != source.shape:
         raise CheckpointError(
@@ -152,11 +157,6 @@ def _fill(target: Tensor, name: str, source: Tensor) -> None:
             f"the two files belong to different models"
         )
     target.copy_(source)
-
-
-def _redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some writers add although they follow from others."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
 
 
 def _names(listed: list[str]) -> str:

@@ -1,7 +1,8 @@
-"""What a Hugging Face `config.json` says about a decoder, or why we cannot run it.
+"""What a Hugging Face `config.json` says about a model: for our decoder, or for sums about one of transformers.
 
-Every field that changes the computation is either understood here or refused: a model that loads is the model that
-transformers would run.
+For our decoder every field that changes the computation is either understood here or refused: a model that loads is the
+model that transformers would run. Of other models transformers' own classes know what they compute. Here are only their
+sizes, as far as configs of different families agree on names for them.
 """
 
 from collections.abc import Container, Mapping
@@ -10,8 +11,10 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from asyncrl.config.run import WarmStart
+from asyncrl.config.run import Backend, WarmStart
 from asyncrl.errors import CheckpointError
+from asyncrl.models.architectures import architecture
+from asyncrl.models.files import tensor_sizes
 from asyncrl.models.outline import read_raw
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -20,6 +23,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """The matrices that every layer has once, whatever is behind them."""
 GATED = ("gate_proj", "up_proj", "down_proj")
 """Those that every layer has once, or once for each expert."""
+OUTPUTS = ("lm_head.weight", "embed_out.weight")
+"""How names of output matrices end."""
 RopeType = Literal["default", "linear", "llama3"]
 
 
@@ -51,7 +56,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a decoder. `raw` is the whole `config.json`, kept so that saving gives it back."""
 
-    family: Family
+    family: str
+    """`model_type`; of our decoder, one of `Family`."""
     vocabulary: int
     hidden_size: int
     intermediate_size: int
@@ -69,13 +75,22 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float
     raw: dict[str, Any]
     experts: Experts | None = None
+    backend: Literal["native", "transformers"] = "native"
+    """Whose code computes it in training."""
+    parameters: int = 0
+    """As many numbers as the files hold, for `transformers`; 0: they follow from the other sizes."""
+
+    @property
+    def architecture(self) -> str:
+        return ARCHITECTURES[self.family] + "ForCausalLM" if self.backend == "native" else architecture(self.family)
 
     def experts_of(self, layer: int) -> Experts | None:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def without_output(self) -> "ModelConfig":
         """The same decoder without an output matrix of its own, for uses that end at the hidden states."""
-        return msgspec.structs.replace(self, tied_embeddings=True)
+        left_out = self.parameters and not self.tied_embeddings and self.vocabulary * self.hidden_size
+        return msgspec.structs.replace(self, tied_embeddings=True, parameters=self.parameters - left_out)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -112,12 +127,46 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             experts=_experts(raw) if family == "qwen3_moe" else None,
         )
 
+    @classmethod
+    def from_transformers(cls, raw: Mapping[str, Any], tensors: Mapping[str, int]) -> "ModelConfig":
+        """Of any family that transformers knows; `tensors` are the sizes of those in the files."""
+        family = str(raw.get("model_type"))
+        architecture(family)
+        if raw.get("quantization_config"):
+            raise CheckpointError("quantization_config is set; use a checkpoint in fp32, fp16 or bf16")
+        text = cast(dict[str, Any], raw.get("text_config") or raw)
+        hidden, heads = _first(text, "hidden_size", "n_embd", "d_model"), _first(text, "num_attention_heads", "n_head")
+        wide = _first(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+        return cls(
+            family=family,
+            vocabulary=_size(text, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=wide,
+            layers=_first(text, "num_hidden_layers", "n_layer", "num_layers"),
+            heads=heads,
+            kv_heads=_first(text, "num_key_value_heads", default=heads),
+            head_dim=_first(text, "head_dim", default=max(1, hidden // heads)),
+            norm_eps=1e-6,
+            # Families differ in what a config that does not say means.
+            tied_embeddings=not any(name.endswith(OUTPUTS) for name in tensors),
+            qkv_bias=False,
+            out_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            rope=Rope(),
+            initializer_range=0.02,
+            raw=dict(raw),
+            experts=_any_experts(text, wide),
+            backend="transformers",
+            parameters=sum(tensors.values()),
+        )
 
-def read_config(directory: Path) -> ModelConfig:
-    """Read `config.json` of a Hugging Face model directory."""
+
+def read_config(directory: Path, backend: Backend = "native") -> ModelConfig:
+    """Read `config.json` of a Hugging Face model directory. `auto` takes our decoder for what it can compute."""
     raw = read_raw(directory)
     try:
-        return ModelConfig.from_hf(raw)
+        return _read(raw, directory, backend)
     except CheckpointError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
 
@@ -129,6 +178,21 @@ def runs_natively(directory: Path) -> bool:
     except CheckpointError:
         return not (directory / "config.json").is_file()
     return True
+
+
+def _read(raw: Mapping[str, Any], directory: Path, backend: Backend) -> ModelConfig:
+    if backend == "transformers":
+        return ModelConfig.from_transformers(raw, tensor_sizes(directory))
+    try:
+        return ModelConfig.from_hf(raw)
+    except CheckpointError as why_not:
+        if backend == "native":
+            raise
+        try:
+            return ModelConfig.from_transformers(raw, tensor_sizes(directory))
+        except CheckpointError as neither:
+            known = raw.get("model_type") in get_args(Family)
+            raise (why_not if known else neither) from None
 
 
 def warm_start_shape(settings: WarmStart, vocabulary: int) -> dict[str, Any]:
@@ -195,6 +259,25 @@ def _experts(raw: Mapping[str, Any]) -> Experts:
         renormalized=bool(raw.get("norm_topk_prob", False)),
         dense_layers=frozenset(layer for layer in layers if layer in listed or (layer + 1) % every),
     )
+
+
+def _any_experts(text: Mapping[str, Any], wide: int) -> Experts | None:
+    count = _first(text, "num_local_experts", "num_experts", "n_routed_experts", default=0)
+    if not count:
+        return None
+    active = _first(text, "num_experts_per_tok", "num_experts_per_token", default=1)
+    width = _first(text, "moe_intermediate_size", default=wide)
+    return Experts(count=count, active=active, width=width, renormalized=False)
+
+
+def _first(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of these that is there."""
+    for key in keys:
+        if isinstance(value := raw.get(key), int) and value > 0:
+            return value
+    if default is None:
+        raise CheckpointError(f"{keys[0]}={raw.get(keys[0])!r} must be a positive integer")
+    return default
 
 
 def _size(raw: Mapping[str, Any], key: str) -> int:

@@ -12,23 +12,35 @@ Axis suffixes: T tokens, H query heads, K key/value heads, A all H+K heads that 
 E hidden size, F width of the gated layer, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from asyncrl.models.adapters import UNCHANGED, Adapters, Changes, LowRank, changed
-from asyncrl.models.config import Experts, ModelConfig
+from asyncrl.config.trainer import PROJECTIONS, Lora, check_targets
+from asyncrl.models.adapters import EVERY, UNCHANGED, Adapter, Adapters, Changes, LowRank, changed
+from asyncrl.models.config import ATTENTION, Experts, ModelConfig, projection_shapes
 from asyncrl.models.experts import ExpertTensors, Route
-from asyncrl.models.layers import NormScale, Rotate, Rotation, computed_rotation, rms_norm, signed_frequencies
+from asyncrl.models.layers import (
+    Attend,
+    Indices,
+    NormScale,
+    Rotate,
+    Rotation,
+    computed_rotation,
+    rms_norm,
+    signed_frequencies,
+)
+from asyncrl.models.names import Part
+from asyncrl.models.packed import attention_for
+from asyncrl.models.policy import Adapted, PolicyModel, Taps
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_X, the heads side by side. It may answer for the first tokens only:
-nothing more is then computed of the others, as when all that is wanted of a prompt is its keys and values."""
+if TYPE_CHECKING:
+    from asyncrl.models.execution import Execution
 
 
 class LayerTensors(NamedTuple):
@@ -103,18 +115,6 @@ def add_projection(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None) ->
         return x + _project(y, matrix, bias)
     out = torch.addmm(x, y, matrix)
     return out if bias is None else out + bias
-
-
-class Taps:
-    """Collects the residual stream on its way: `layers` counts the layers before each place, 0 is the embedding."""
-
-    def __init__(self, layers: Iterable[int]) -> None:
-        self.layers = frozenset(layers)
-        self.found_T_E: list[Tensor] = []
-
-    def see(self, layer: int, x_T_E: Tensor) -> None:
-        if layer in self.layers:
-            self.found_T_E.append(x_T_E)
 
 
 class Tensors(NamedTuple):
@@ -236,7 +236,7 @@ def keeping(
     return layer.tensors().forward(x_T_E, rotate, index, attend, route)
 
 
-class Decoder(nn.Module):
+class Decoder(PolicyModel):
     """Weights are uninitialised: `asyncrl.models.checkpoint` loads them or draws random ones."""
 
     def __init__(self, cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
@@ -271,15 +271,96 @@ class Decoder(nn.Module):
         tensors = Tensors(self.embed_tokens.weight, rotation, layers, norm)
         return tensors.forward(tokens_T, positions_T, attend, taps, route)
 
+    def states(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows: Sequence[Indices],
+        *,
+        narrow: bool,
+        taps: Taps | None = None,
+        execution: "Execution | None" = None,
+        route: Route | None = None,
+    ) -> Tensor:
+        attend = attention_for(rows, tokens_T.device, narrow=narrow)
+        if execution is None:
+            return self(tokens_T, positions_T, attend, taps, route=route)
+        return self(tokens_T, positions_T, attend, taps, run=execution.layer, route=route)
+
     @property
     def output_matrix(self) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def logits(self, hidden_T_E: Tensor) -> Tensor:
-        return F.linear(hidden_T_E, self.output_matrix)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    def parts(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        cfg = self.config
+        yield "embed_tokens.weight", (Part("model.embed_tokens.weight", cfg.vocabulary),)
+        for index, layer in enumerate(self.blocks()):
+            for name, parts in _parts(layer):
+                yield f"layers.{index}.{name}", tuple(p._replace(name=f"model.layers.{index}.{p.name}") for p in parts)
+        yield "norm", (Part("model.norm.weight", cfg.hidden_size),)
+        if self.lm_head is not None:
+            yield "lm_head.weight", (Part("lm_head.weight", cfg.vocabulary),)
+
+    def redundant(self, name: str) -> bool:
+        """Tensors that some writers add although they follow from others."""
+        return name.endswith(".rotary_emb.inv_freq") or (self.config.tied_embeddings and name == "lm_head.weight")
+
+    def adapt(self, settings: Lora, generator: torch.Generator) -> None:
+        check_targets(settings, PROJECTIONS, self.config.family)
+        for index, layer in enumerate(self.blocks()):
+            shapes, experts = projection_shapes(self.config, index), self.config.experts_of(index)
+            count = None if experts is None else experts.count
+            adapters = Adapters(shapes, settings.targets, settings.rank, settings.alpha, generator, count)
+            layer.adapters = adapters.to(layer.input_norm.device)
+
+    def adapted(self) -> Iterator[Adapted]:
+        for index, layer in enumerate(self.blocks()):
+            for name, module in layer.adapters.of.items() if layer.adapters is not None else ():
+                adapter = cast(Adapter, module)
+                gated = "mlp" if adapter.experts is None else f"mlp.experts.{EVERY}"
+                part = "self_attn" if name in ATTENTION else gated
+                yield Adapted(f"model.layers.{index}.{part}.{name}", f"layers.{index}.adapters.of.{name}", adapter)
+
+    def place(self, device: torch.device) -> None:
+        self.frequencies_D = self.frequencies_D.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Not a buffer: positions need fp32 frequencies whatever dtype the weights are cast to.
         super()._apply(fn, recurse)
-        self.frequencies_D = self.frequencies_D.to(self.norm.device)
+        self.place(self.norm.device)
         return self
+
+
+def _parts(layer: Layer) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    cfg = layer.config
+    query, key = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+    yield "input_norm", (Part("input_layernorm.weight", cfg.hidden_size),)
+    yield from _linear("qkv_proj", layer.qkv_proj, "self_attn", {"q_proj": query, "k_proj": key, "v_proj": key})
+    yield from _linear("o_proj", layer.o_proj, "self_attn", {"o_proj": cfg.hidden_size})
+    if layer.qk_norm is not None:
+        yield "qk_norm", tuple(Part(f"self_attn.{kind}_norm.weight", 1, flat=True) for kind in "qk")
+    yield "mlp_norm", (Part("post_attention_layernorm.weight", cfg.hidden_size),)
+    if layer.experts is None:
+        gated = {"gate_proj": cfg.intermediate_size, "up_proj": cfg.intermediate_size}
+        yield from _linear("gate_up_proj", layer.gate_up_proj, "mlp", gated)
+        yield from _linear("down_proj", layer.down_proj, "mlp", {"down_proj": cfg.hidden_size})
+    else:
+        experts = layer.experts.config
+        names = [f"mlp.experts.{number}" for number in range(experts.count)]
+        both = [Part(f"{name}.{kind}_proj.weight", experts.width) for name in names for kind in ("gate", "up")]
+        yield "experts.router", (Part("mlp.gate.weight", experts.count),)
+        yield "experts.gate_up", tuple(both)
+        yield "experts.down", tuple(Part(f"{name}.down_proj.weight", cfg.hidden_size) for name in names)
+
+
+def _linear(own: str, fused: nn.Linear, prefix: str, rows: dict[str, int]) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    for kind, _ in fused.named_parameters():  # weight and, where there is one, bias
+        yield f"{own}.{kind}", tuple(Part(f"{prefix}.{name}.{kind}", count) for name, count in rows.items())

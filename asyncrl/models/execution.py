@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from asyncrl.models.compiling import compiled
-from asyncrl.models.decoder import Attend, Layer, LayerForward, keeping
+from asyncrl.models.decoder import Layer, LayerForward, keeping
 from asyncrl.models.experts import Route
-from asyncrl.models.layers import Rotate, rms_norm
+from asyncrl.models.layers import Attend, Rotate, rms_norm
 
 ATTENTION = (torch.ops.aten._flash_attention_forward.default,)
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -42,6 +42,26 @@ class Support(NamedTuple):
 WHOLE = Support()
 
 
+class LogitShape(NamedTuple):
+    """What a family does with the product of hidden states and output matrix: softcap * tanh(scale * z / softcap)."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    """0: none."""
+
+    def __call__(self, product: Tensor) -> Tensor:
+        scaled = product if self.scale == 1 else product * self.scale
+        return self.softcap * torch.tanh(scaled / self.softcap) if self.softcap else scaled
+
+    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """From the gradient of the logits to that of the product."""
+        scaled = grad if self.scale == 1 else grad * self.scale
+        return scaled * (1 - (logits / self.softcap).square()) if self.softcap else scaled
+
+
+UNSHAPED = LogitShape()
+
+
 class TokenLogprobs(NamedTuple):
     logp_L: Tensor
     """Of the target tokens."""
@@ -73,10 +93,11 @@ def chunked_logprobs(
     entropy: bool = False,
     compile: bool = False,
     support: Support = WHOLE,
+    shape: LogitShape = UNSHAPED,
 ) -> TokenLogprobs:
     """From the logits of `chunk` tokens at a time, forward and backward; both matrices must have the same dtype."""
     found: tuple[Tensor, ...] = _Chunked.apply(
-        hidden_L_E, output_V_E, target_L, temperature, chunk, entropy, compile, support
+        hidden_L_E, output_V_E, target_L, temperature, chunk, entropy, compile, support, shape
     )
     return TokenLogprobs(found[0], found[1] if entropy else None, None if support.whole else found[-1])
 
@@ -173,12 +194,13 @@ class _Chunked(torch.autograd.Function):
         entropy: bool,
         compile: bool,
         support: Support,
+        shape: LogitShape,
     ) -> tuple[Tensor, ...]:
         measure = compiled(_measure) if compile else _measure
         found: list[tuple[Tensor, ...]] = []
         floors: list[Tensor] = []
         for hidden_C_E, target_C_1 in zip(hidden_L_E.split(chunk), target_L[:, None].split(chunk), strict=True):
-            logits_C_V = _product(hidden_C_E, output_V_E.t())
+            logits_C_V = shape(_product(hidden_C_E, output_V_E.t()))
             if not support.whole:
                 floors.append(support_floor(logits_C_V, temperature, support, compile=compile))
             found.append(measure(logits_C_V, target_C_1, temperature, entropy, *floors[-1:]))
@@ -188,7 +210,7 @@ class _Chunked(torch.autograd.Function):
         if floors:
             ctx.mark_non_differentiable(outputs[-1])
         ctx.save_for_backward(hidden_L_E, output_V_E, target_L, floor_L_1, *outputs[1 : 1 + entropy])
-        ctx.temperature, ctx.chunk, ctx.compile = temperature, chunk, compile
+        ctx.temperature, ctx.chunk, ctx.compile, ctx.shape = temperature, chunk, compile, shape
         return outputs
 
     @staticmethod
@@ -201,16 +223,18 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, len(target_L), ctx.chunk):
             here = slice(start, start + ctx.chunk)
             columns_C_1 = [column[here] for column in columns_L_1]
-            logits_C_V = _product(hidden_L_E[here], output_V_E.t())
+            logits_C_V = ctx.shape(_product(hidden_L_E[here], output_V_E.t()))
             floor_C_1 = None if floor_L_1 is None else floor_L_1[here]
+            kept_C_V = logits_C_V.clone() if ctx.shape.softcap else logits_C_V  # which `gradient` may overwrite
             grad_C_V = gradient(
                 logits_C_V, target_L[here, None], ctx.temperature, output_V_E.dtype, floor_C_1, *columns_C_1
             )
-            del logits_C_V
+            grad_C_V = ctx.shape.backward(grad_C_V, kept_C_V).to(output_V_E.dtype)
+            del logits_C_V, kept_C_V
             grad_hidden_L_E[here] = grad_C_V @ output_V_E
             grad_output_V_E += _product(grad_C_V.t(), hidden_L_E[here])
             del grad_C_V  # not beside the next one's
-        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), *[None] * 6
+        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), *[None] * 7
 
 
 def _measure(

@@ -1,8 +1,8 @@
-"""A decoder with adapters: how they are attached, published, merged into the weights, and kept in peft's format.
+"""A model with adapters: how they are attached, published, merged into the weights, and kept in peft's format.
 
-peft itself puts layers of its own in the place of the modules that a model calls. Our modules are never called, they
-only own parameters (asyncrl.models.decoder), and several projections share one; so the arithmetic is ours, and what is
-on disk is what peft reads.
+peft itself puts layers of its own in the place of the modules that a model calls. The modules of our decoder are never
+called, they only own parameters (asyncrl.models.decoder), and several projections share one; so the arithmetic is ours,
+for models of transformers too, and what is on disk is what peft reads.
 
 Published are the adapters of all layers as one tensor, under a name with `*` for the number of the layer, and with
 another for that of the expert: a large model has hundreds of them, and each would cost trainer and engines a call. A
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.trainer import Lora
-from asyncrl.models.adapters import Adapter, Adapters
-from asyncrl.models.config import ATTENTION, projection_shapes
-from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import Part
+from asyncrl.models.adapters import EVERY, Adapter
+from asyncrl.models.names import Part, cut
+from asyncrl.models.policy import PolicyModel
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """End the names of adapters, after that of the module that they belong to."""
@@ -31,32 +30,17 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 Whole = Callable[[Tensor], Tensor]
 """All of a parameter, of which there may be only a part here."""
-EVERY = "*"
-_LAYER = re.compile(r"(model\.layers\.)(\d+)(\..+)")
+_LAYER = re.compile(r"(.+?\.(?:layers|h|blocks)\.)(\d+)(\..+)")
+_EVERY_LAYER = re.compile(r"(\.(?:layers|h|blocks)\.)\*(?=\.)")
 EVERY_EXPERT = f".experts.{EVERY}."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 T = TypeVar("T")
 
 
-def attach(model: Decoder, settings: Lora, seed: int) -> None:
+def attach(model: PolicyModel, settings: Lora, seed: int) -> None:
     """From here on only adapters are trained."""
     model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    for index, layer in enumerate(model.blocks()):
-        shapes, experts = projection_shapes(model.config, index), model.config.experts_of(index)
-        count = None if experts is None else experts.count
-        adapters = Adapters(shapes, settings.targets, settings.rank, settings.alpha, generator, count)
-        layer.adapters = adapters.to(layer.input_norm.device)
-
-
-def adapted(model: Decoder) -> Iterator[tuple[str, str, Adapter]]:
-    """Hugging Face name of the module, with `*` for all experts of a layer; our name of its adapter; the adapter."""
-    for index, layer in enumerate(model.blocks()):
-        for name, module in layer.adapters.of.items() if layer.adapters is not None else ():
-            adapter = cast(Adapter, module)
-            gated = "mlp" if adapter.experts is None else f"mlp.experts.{EVERY}"
-            part = "self_attn" if name in ATTENTION else gated
-            yield f"model.layers.{index}.{part}.{name}", f"layers.{index}.adapters.of.{name}", adapter
+    model.adapt(settings, torch.Generator().manual_seed(seed))
 
 
 def modules(module: str, adapter: Adapter) -> list[str]:
@@ -66,40 +50,34 @@ def modules(module: str, adapter: Adapter) -> list[str]:
     return [module.replace(EVERY, str(expert)) for expert in range(adapter.experts)]
 
 
-def adapter_parts(model: Decoder) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """As `hf_parts`, of the adapters alone."""
-    for module, own, adapter in adapted(model):
+def adapter_parts(model: PolicyModel) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    """As `PolicyModel.parts`, of the adapters alone."""
+    for module, own, adapter in model.adapted():
         names = modules(module, adapter)
         yield f"{own}.A", tuple(Part(name + A, adapter.A.shape[0] // len(names)) for name in names)
         yield f"{own}.B", tuple(Part(name + B, adapter.B.shape[0] // len(names)) for name in names)
 
 
-def parameter(model: Decoder, own: str) -> Tensor:
+def parameter(model: PolicyModel, own: str) -> Tensor:
     """A parameter as it is published: B with its scale, so that nobody else has to know it."""
     tensor = model.get_parameter(own).detach()
     return tensor * cast(Adapter, model.get_submodule(own[:-2])).scale if own.endswith(".B") else tensor
 
 
-def merged(model: Decoder, own: str, parts: Sequence[Part], whole: Whole) -> Tensor:
-    """One of the model's parameters with its adapters in it, in fp32; every rank has to ask."""
-    tensor = whole(model.get_parameter(own).detach()).float()
-    wanted, factors = {part.name for part in parts}, dict[str, tuple[Tensor, Tensor]]()
-    layer = own.split(".")[:2]
-    for module, name, adapter in adapted(model):
-        if name.split(".")[:2] != layer:
+def merged(model: PolicyModel, own: str, parts: Sequence[Part], whole: Whole) -> Tensor:
+    """One of the model's weights with its adapters in it, in fp32; every rank has to ask."""
+    tensor = whole(model.weight(own).detach()).float()
+    wanted = {for_experts(part.name.removesuffix(".weight")) for part in parts}
+    factors = dict[str, tuple[Tensor, Tensor]]()
+    for module, name, adapter in model.adapted():
+        if module not in wanted:
             continue
         names = [f"{each}.weight" for each in modules(module, adapter)]
-        if wanted.isdisjoint(names):
-            continue
         down, up = (whole(parameter(model, f"{name}.{kind}")).chunk(len(names)) for kind in "AB")
         factors |= dict(zip(names, zip(down, up, strict=True), strict=True))
-    rows = tensor.split([part.rows for part in parts])
-    return torch.cat(
-        [
-            merge(each, *factors[part.name]) if part.name in factors else each
-            for part, each in zip(parts, rows, strict=True)
-        ]
-    )
+    if not factors:
+        return tensor
+    return torch.cat([merge(each, *factors[name]) if name in factors else each for name, each in cut(tensor, parts)])
 
 
 def merge(weight: Tensor, down_R_E: Tensor, scaled_up_X_R: Tensor) -> Tensor:
@@ -149,7 +127,7 @@ def unstacked(published: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, every in published:
         for layer, part in enumerate(every):
-            own = name.replace(f".layers.{EVERY}.", f".layers.{layer}.")
+            own = _EVERY_LAYER.sub(rf"\g<1>{layer}", name)
             if EVERY_EXPERT in own:
                 found |= {own.replace(EVERY, str(expert)): each for expert, each in enumerate(part)}
             else:

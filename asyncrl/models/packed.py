@@ -15,14 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asyncrl.models.decoder import Attend
+from asyncrl.models.layers import Attend, Indices
 
-Indices = npt.NDArray[np.int64]
 SHORTEST_BUCKET = 8
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 """(q_T_H_D, k_P_K_D, v_P_K_D, where each row's queries begin, where its keys begin, most queries, most keys) ->

@@ -27,8 +27,8 @@ class RouteShape(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "RouteShape | None":
-        """None for a model without experts."""
-        if model.experts is None:
+        """None for a model without experts, and for one whose experts are chosen in the code of transformers."""
+        if model.experts is None or model.backend == "transformers":
             return None
         layers = tuple(layer for layer in range(model.layers) if model.experts_of(layer) is not None)
         return cls(layers, model.experts.active, model.experts.count)
@@ -52,4 +52,4 @@ class RouteShape(NamedTuple):
 
 def replayed_shape(run: Run, model: ModelConfig) -> RouteShape | None:
     """Of the routes that the run's trajectories carry; None where its trainer replays none."""
-    return RouteShape.of(model) if run.rollout.replays_routes(run.engine) else None
+    return RouteShape.of(model) if run.replays_routes else None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.models.decoder import Attend
+from asyncrl.models.layers import Attend
 from asyncrl.models.packed import packed_attention
 from asyncrl.precision.quantizer import LARGEST
 

@@ -10,8 +10,7 @@ from asyncrl.config import Run
 from asyncrl.config.precision import Fp8, numerics
 from asyncrl.config.weights import published_adapters
 from asyncrl.models.config import ModelConfig
-from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import hf_parts
+from asyncrl.models.policy import PolicyModel
 from asyncrl.precision.kv_scales import largest, scales_of
 from asyncrl.precision.layers import KV_CACHE, SCALES, is_quantized
 from asyncrl.precision.quantizer import E4M3, SIDE, WEIGHT_BLOCK, check_finite, quantize_unchecked
@@ -117,23 +116,23 @@ class Fp8Publication:
             while self._tokens > TOKENS and len(self._seen) > 1:
                 self._tokens -= len(self._seen.popleft())
 
-    def of(self, model: Decoder) -> Callable[[], Fp8Version | None]:
+    def of(self, model: PolicyModel) -> Callable[[], Fp8Version | None]:
         """`model` as the trainer computes with it. Ask for the result last: a GPU finds scales while weights go out."""
         if self._numerics is None:
             return lambda: None
         names = self._names = self._names or self._quantized(model)
         if not self._finds_scales or not self._seen:
             return lambda: Fp8Version(names, ())
-        largest_L_X_T = largest(model, self._seen, model.norm.device, narrow=self._narrow)
+        largest_L_X_T = largest(model, self._seen, model.device, narrow=self._narrow)
         return lambda: Fp8Version(names, scales_of(largest_L_X_T))
 
-    def _quantized(self, model: Decoder) -> tuple[str, ...]:
+    def _quantized(self, model: PolicyModel) -> tuple[str, ...]:
         assert self._numerics is not None
         fp8, names = self._numerics.fp8, list[str]()
         if self._numerics.weights:
             names = [
                 part.name
-                for _, parts in hf_parts(model)
+                for _, parts in model.parts()
                 for part in parts
                 if is_quantized(part.name, self._layers, keep_first=fp8.keep_first, keep_last=fp8.keep_last)
             ]

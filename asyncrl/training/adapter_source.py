@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from asyncrl.errors import CheckpointError
 from asyncrl.models import lora
 from asyncrl.models.adapters import Adapter
-from asyncrl.models.decoder import Decoder
+from asyncrl.models.policy import PolicyModel
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.types import TensorSpec
 from asyncrl.weights.manifest import layout
@@ -14,9 +15,15 @@ from asyncrl.weights.manifest import layout
 class AdapterSource:
     """Adapters alone for a publication, in fp32: those of all layers and experts in one tensor, B with its scale."""
 
-    def __init__(self, model: Decoder, ranks: Ranks) -> None:
+    def __init__(self, model: PolicyModel, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
-        self._modules: dict[str, list[Adapter]] = lora.stacks((module, each) for module, _, each in lora.adapted(model))
+        adapted = [(module, adapter) for module, _, adapter in model.adapted()]
+        self._modules: dict[str, list[Adapter]] = lora.stacks(adapted)
+        if sum(map(len, self._modules.values())) < len(adapted):
+            raise CheckpointError(
+                f"adapters of {model.config.architecture} cannot be published: names such as {adapted[0][0]} do not "
+                "say which layer it is; set trainer.lora.rank=0 to train every weight"
+            )
 
     def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
         self._ranks.settle(self._model)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from asyncrl.errors import RouteError
-from asyncrl.models.packed import Indices
+from asyncrl.models.layers import Indices
+from asyncrl.models.policy import Packing
 from asyncrl.models.routes import Routes, RouteShape
 from asyncrl.types import GIVEN, Floats, Group, Ints, Slot, Trajectory
 
@@ -130,15 +131,19 @@ def _routes(trajectory: Trajectory, shape: RouteShape) -> Routes:
     return found
 
 
-def pack(blocks: Iterable[Block], token_budget: int) -> Iterator[PackedBatch]:
+def pack(blocks: Iterable[Block], token_budget: int, packing: Packing = "shared") -> Iterator[PackedBatch]:
     """Largest blocks first, each batch filled up to the budget; a single answer may be longer than it."""
-    return map(_batch, _filled([part for block in blocks for part in _split(block, token_budget)], token_budget))
+    parts = [part for block in _laid_out(blocks, packing) for part in _split(block, token_budget)]
+    return map(_batch, _filled(parts, token_budget, packing))
 
 
-def share(blocks: Sequence[Block], token_budget: int, rank: int, ranks: int) -> list[PackedBatch]:
+def share(
+    blocks: Sequence[Block], token_budget: int, rank: int, ranks: int, packing: Packing = "shared"
+) -> list[PackedBatch]:
     """One rank's batches: about as many tokens as every other's, and exactly as many batches, some of them idle."""
     if ranks == 1:
-        return list(pack(blocks, token_budget))
+        return list(pack(blocks, token_budget, packing))
+    blocks = _laid_out(blocks, packing)
     most = min(token_budget, -(-sum(block.num_tokens for block in blocks) // ranks))
     parts = [part for block in blocks for part in _split(block, most)]
     shares: list[list[Block]] = [[] for _ in range(ranks)]
@@ -147,24 +152,34 @@ def share(blocks: Sequence[Block], token_budget: int, rank: int, ranks: int) -> 
         least = tokens.index(min(tokens))
         shares[least].append(part)
         tokens[least] += part.num_tokens
-    filled = [list(_filled(parts, token_budget)) for parts in shares]
+    filled = [list(_filled(parts, token_budget, packing)) for parts in shares]
     own = [_batch(chosen) for chosen in filled[rank]]
     return own + [IDLE] * (max(map(len, filled)) - len(own))
+
+
+def _laid_out(blocks: Iterable[Block], packing: Packing) -> Sequence[Block]:
+    """Where no prompt is shared, each answer has it for itself."""
+    if packing == "shared":
+        return list(blocks)
+    return [replace(block, answers=[answer]) for block in blocks for answer in block.answers]
 
 
 def _tokens(part: Block) -> int:
     return part.num_tokens
 
 
-def _filled(parts: Iterable[Block], token_budget: int) -> Iterator[list[Block]]:
+def _filled(parts: Iterable[Block], token_budget: int, packing: Packing) -> Iterator[list[Block]]:
+    """Padded, each counts as many tokens as the first of its batch, which is the longest."""
     chosen: list[Block] = []
     used = 0
     for part in sorted(parts, key=_tokens, reverse=True):
-        if chosen and used + part.num_tokens > token_budget:
+        counted = chosen[0].num_tokens if chosen and packing == "padded" else part.num_tokens
+        if chosen and used + counted > token_budget:
             yield chosen
             chosen, used = [], 0
+            counted = part.num_tokens
         chosen.append(part)
-        used += part.num_tokens
+        used += counted
     if chosen:
         yield chosen
 

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from asyncrl.config.trainer import Lora
 from asyncrl.errors import CheckpointError
 from asyncrl.models import lora
-from asyncrl.models.checkpoint import WEIGHTS, save_config, save_model, weight_files
-from asyncrl.models.names import cut, hf_parts
+from asyncrl.models.checkpoint import save_config, save_model
+from asyncrl.models.files import INDEX, weight_files
+from asyncrl.models.names import cut
 from asyncrl.training.adamw import HALF, AdamW
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
@@ -116,7 +117,7 @@ def _write_shards(learner: Learner, directory: Path) -> None:
     if ranks.rank == 0:
         save_config(learner.model, directory, torch.float32)
         files = {name: _name("model", rank, ranks.world) for name, rank in _weight_owners(learner).items()}
-        (directory / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+        (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
     if problems := [found.decode() for found in ranks.exchange(problem.encode()) if found]:
         raise CheckpointError(f"{problems[0]}; the disk must have room, and every machine of the trainer must see it")
 
@@ -140,16 +141,16 @@ def _shard_files(learner: Learner) -> Iterator[tuple[str, dict[str, Tensor]]]:
 def _weights(learner: Learner) -> dict[str, Tensor]:
     model, ranks = learner.model, learner.ranks
     owners, found = _owners(model, ranks.world), dict[str, Tensor]()
-    for name, parts in hf_parts(model):
+    for name, parts in model.parts():
         whole = learner.outgoing.weight(name, parts)
-        if owners[name] == ranks.rank:
+        if owners.get(name, 0) == ranks.rank:
             found |= dict(cut(whole.cpu(), parts))
     return found
 
 
 def _weight_owners(learner: Learner) -> dict[str, int]:
     owners = _owners(learner.model, learner.ranks.world)
-    return {part.name: owners[own] for own, parts in hf_parts(learner.model) for part in parts}
+    return {part.name: owners.get(own, 0) for own, parts in learner.model.parts() for part in parts}
 
 
 def _moments(module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Tensor]:
@@ -170,7 +171,7 @@ def _kept(tensor: Tensor, ranks: Ranks, owner: int) -> Tensor | None:
 
 
 def _owners(module: nn.Module, world: int) -> dict[str, int]:
-    """Who writes which parameter: always the one with the fewest bytes so far."""
+    """Who writes which parameter: always the one with the fewest bytes so far. Buffers are the first rank's."""
     used = [0] * world
     found: dict[str, int] = {}
     for name, parameter in module.named_parameters():

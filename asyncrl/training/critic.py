@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from asyncrl.algorithms import losses
 from asyncrl.config import Trainer
 from asyncrl.models.execution import Execution
+from asyncrl.models.policy import PolicyModel
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.forward import predicting_states
@@ -23,6 +24,7 @@ class Critic(nn.Module):
     def __init__(
         self,
         model_path: Path,
+        policy: PolicyModel,
         rate: float,
         settings: Trainer,
         device: torch.device,
@@ -30,8 +32,10 @@ class Critic(nn.Module):
         execution: Execution,
     ) -> None:
         super().__init__()
-        self.body, config = ranks.load(model_path, device, torch.float32, output=False)
-        self.head = nn.Parameter(torch.zeros(config.hidden_size, device=device))
+        backend = policy.config.backend
+        self.body = ranks.load(model_path, backend, device, torch.float32, output=False)
+        self.body.packing = policy.packing
+        self.head = nn.Parameter(torch.zeros(policy.config.hidden_size, device=device))
         ranks.shard(self, self.body, model_path, torch.float32)
         self._ranks, self._settings, self._execution = ranks, settings, execution
         self.optimizer = torch.optim.AdamW(

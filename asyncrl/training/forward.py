@@ -6,11 +6,10 @@ from torch.nn import functional
 
 from asyncrl.algorithms import losses
 from asyncrl.config import Run, Trainer
-from asyncrl.models.decoder import Decoder
 from asyncrl.models.execution import Execution
 from asyncrl.models.experts import Route
 from asyncrl.models.head import WHOLE, Support, TokenLogprobs, bf16_logits, chunked_logprobs, policy_logits
-from asyncrl.models.packed import attention_for
+from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import PackedBatch
 from asyncrl.training.hidden_capture import HiddenTap
@@ -21,7 +20,7 @@ PLAIN = Execution()
 
 
 def predicting_states(
-    model: Decoder,
+    model: PolicyModel,
     batch: PackedBatch,
     settings: Trainer,
     tap: HiddenTap | None = None,
@@ -29,16 +28,21 @@ def predicting_states(
     route: Route | None = None,
 ) -> Tensor:
     """The hidden state from which each sampled token was predicted."""
-    device = batch.tokens_T.device
     narrow = settings.dtype == "bf16"
-    attend = attention_for(batch.rows, device, narrow=narrow)
     taps = None if tap is None else tap.taps()
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
-        hidden_T = model(batch.tokens_T, batch.positions_T, attend, taps, run=execution.layer, route=route)
+    with torch.autocast(batch.tokens_T.device.type, dtype=torch.bfloat16, enabled=narrow):
+        hidden_T = model.states(
+            batch.tokens_T, batch.positions_T, batch.rows, narrow=narrow, taps=taps, execution=execution, route=route
+        )
     if tap is not None and taps is not None:
         tap.take(batch, hidden_T, taps.found_T_E)
     # The end of a prompt predicts the first token of many completions; an embedding's backward adds them up fast.
     return functional.embedding(batch.predict_L, hidden_T)
+
+
+def all_logits(model: PolicyModel, hidden_L_E: Tensor, *, narrow: bool) -> Tensor:
+    """In fp32, and all at once."""
+    return model.logit_shape(bf16_logits(hidden_L_E, model.output_matrix)) if narrow else model.logits(hidden_L_E)
 
 
 class PolicyForward:
@@ -46,7 +50,7 @@ class PolicyForward:
     and with their top-k and top-p. A sampled token always belongs to it, so that its ratio is finite."""
 
     def __init__(
-        self, model: Decoder, run: Run, execution: Execution = PLAIN, routes: RouteShape | None = None
+        self, model: PolicyModel, run: Run, execution: Execution = PLAIN, routes: RouteShape | None = None
     ) -> None:
         """With `routes`, those of the model, what its routers do is observed, and routes of a batch are replayed."""
         self._model, self._execution, self._routes = model, execution, routes
@@ -79,8 +83,9 @@ class PolicyForward:
                 entropy=entropy,
                 compile=self._execution.compiled,
                 support=self._support,
+                shape=self._model.logit_shape,
             )
-        logits_L_V = bf16_logits(hidden_L_E, output_V_E) if narrow else self._model.logits(hidden_L_E)
+        logits_L_V = all_logits(self._model, hidden_L_E, narrow=narrow)
         logits_L_V, outside_L = policy_logits(
             logits_L_V, batch.target_L, temperature=self._temperature, support=self._support
         )

@@ -10,7 +10,7 @@ from asyncrl.config.drafter import DrafterTraining
 from asyncrl.drafting.hidden_capture import Budget
 from asyncrl.drafting.reading import cut
 from asyncrl.drafting.windows import SENT_DTYPE, Window
-from asyncrl.models.decoder import Taps
+from asyncrl.models.policy import Taps
 from asyncrl.training.batches import Answer, PackedBatch
 from asyncrl.types import GIVEN, Ints
 

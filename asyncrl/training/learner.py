@@ -7,6 +7,7 @@ An algorithm whose advantages depend on the whole step only collects its groups,
 Of several ranks each has a learner, which is given all groups and works on its own share of them.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,12 +22,12 @@ from asyncrl.config import Run
 from asyncrl.config.trainer import Trainer
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.models import lora
-from asyncrl.models.config import ModelConfig, read_config
-from asyncrl.models.decoder import Decoder
+from asyncrl.models.checkpoint import empty_policy
 from asyncrl.models.execution import Execution
 from asyncrl.models.experts import Routing
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import uses_flash
+from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import RouteShape, replayed_shape
 from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
@@ -57,6 +58,8 @@ from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.types import Group
 from asyncrl.weights.gather import OneRank, Source
 
+log = logging.getLogger(__name__)
+
 MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch", "router_aux_loss")
 """Sums over tokens that a report has the mean of, where there are any."""
 
@@ -79,23 +82,24 @@ class Learner:
         narrow, adapts = run.trainer.dtype == "bf16", run.trainer.lora.rank > 0
         in_halves = narrow and not adapts and self.ranks.world == 1
         if in_halves:  # `fill` reads fp32 masters, and the optimizer keeps what bf16 has no room for
-            self.model_config = read_config(model_path)
-            self.model = Decoder(self.model_config, torch.bfloat16).to(self.device)
+            self.model = empty_policy(model_path, run.model.backend, torch.bfloat16).to(self.device)
         else:  # weights that are not trained need no masters
             held = torch.bfloat16 if narrow and adapts else torch.float32
-            self.model, self.model_config = self._load(model_path, held, adapt=adapts)
+            self.model = self._load(model_path, held, adapt=adapts)
+        self.model_config = self.model.config
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._execution = self._choose_execution()
         self.optimizer = self._make_optimizer()
         if in_halves:
             self.fill(model_path)
+        self._choose_packing()
         self.outgoing = Export(self.model, self.ranks, adapted=adapts, master=self._master)
         self._routes = replayed_shape(run, self.model_config)
         self._policy = PolicyForward(self.model, run, self._execution, RouteShape.of(self.model_config))
         self._reference = self._make_reference(model_path)
         self.critic = None
         if (rate := run.algorithm.critic_rate) is not None:
-            self.critic = Critic(model_path, rate, run.trainer, self.device, self.ranks, self._execution)
+            self.critic = Critic(model_path, self.model, rate, run.trainer, self.device, self.ranks, self._execution)
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
         self.version, self.caution = 0, Caution(run.correction)
@@ -133,20 +137,35 @@ class Learner:
     def _make_reference(self, model_path: Path) -> PolicyForward | None:
         if not self._algorithm.kl.coefficient:
             return None
-        model, _ = self._load(model_path, self.model.norm.dtype)
+        model = self._load(model_path, self.model.dtype)
+        model.packing = self.model.packing
         return PolicyForward(model.requires_grad_(False), self._run, self._execution)
 
-    def _load(self, path: Path, dtype: torch.dtype, *, adapt: bool = False) -> tuple[Decoder, ModelConfig]:
-        model, config = self.ranks.load(path, self.device, dtype)
+    def _load(self, path: Path, dtype: torch.dtype, *, adapt: bool = False) -> PolicyModel:
+        model = self.ranks.load(path, self._run.model.backend, self.device, dtype)
         if adapt:
             lora.attach(model, self.lora, self._run.seed)
         self.ranks.shard(model, model, path, torch.bfloat16 if self._settings.dtype == "bf16" else torch.float32)
-        return model, config
+        return model
+
+    def _choose_packing(self) -> None:
+        """Where it has to be tried, and then every rank has to find the same: all cut a step into the same batches."""
+        if self.model.packing == "shared":
+            return
+        found = self.model.try_out(narrow=self._settings.dtype == "bf16")
+        self.ranks.settle(self.model)
+        why_not = next(filter(None, self.ranks.exchange(found.encode())), b"").decode()
+        self.model.packing = "padded" if why_not else "packed"
+        if self.ranks.rank == 0:
+            rows = f"in padded rows: {why_not}" if why_not else "packed into rows"
+            name = self.model_config.architecture
+            log.log(logging.WARNING if why_not else logging.INFO, "%s through transformers, samples %s", name, rows)
 
     def _choose_execution(self) -> Execution:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         compile = compiles(self._settings.compile, self.device.type)
-        flash = uses_flash(self.device, self._settings.dtype == "bf16") and self.model_config.experts is None
+        whole = self.model_config.experts is None and self.model_config.backend == "native"
+        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole
         again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
         return Execution(again, compile, flash)
 
@@ -181,7 +200,7 @@ class Learner:
 
     def _learn(self, groups: Sequence[Group]) -> None:
         blocks = with_advantages(self._run, groups, self._routes)
-        own = share(blocks, self._settings.token_budget, self.ranks.rank, self.ranks.world)
+        own = share(blocks, self._settings.token_budget, self.ranks.rank, self.ranks.world, self.model.packing)
         batches = [batch.to(self.device) for batch in own]
         if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
@@ -403,7 +422,7 @@ class Learner:
 
     def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The same as engines get them; in bf16 these are the very numbers that training computes with."""
-        if self.model.norm.dtype == dtype and not self.lora.rank:
+        if self.model.dtype == dtype and not self.lora.rank:
             return hf_tensors(self.model)
         return ((name, tensor.to(dtype)) for name, tensor in self.tensors())
 

@@ -211,7 +211,7 @@ def _look(options: argparse.Namespace) -> int:
         case _:
             from pipelines.cli.doctor import doctor
 
-            return doctor(as_json=options.json, clean=options.clean)
+            return doctor(as_json=options.json, clean=options.clean, model=options.model)
     return 0
 
 

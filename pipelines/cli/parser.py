@@ -96,6 +96,7 @@ def _add_looking(add: Callable[..., argparse.ArgumentParser]) -> None:
     doctor = add("doctor", help="look at this machine: what is wrong, and the command that mends it")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of lines")
     doctor.add_argument("--clean", action="store_true", help="first end the processes that dead runs have left behind")
+    doctor.add_argument("--model", type=Path, metavar="DIR", help="say as well how this model would be trained")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:

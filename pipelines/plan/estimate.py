@@ -8,6 +8,7 @@ from asyncrl.config import Run
 from asyncrl.config.precision import numerics
 from asyncrl.config.weights import published_adapters
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.models.architectures import architecture
 from asyncrl.models.config import ModelConfig, read_config, warm_start_shape
 from asyncrl.models.routes import replayed_shape
 from asyncrl.precision.memory import Footprint, footprint, with_base
@@ -142,10 +143,14 @@ def card(run: Run, required: Needs) -> Card | None:
 def model_config(run: Run) -> ModelConfig:
     """The shape of the model; CheckpointError when there is none."""
     if (directory := run.model.directory) is not None:
-        return read_config(directory)
+        return read_config(directory, run.model.backend)
     model = run.model.warm_start
     assert model is not None
-    return ModelConfig.from_hf(warm_start_shape(model, len(CHARACTERS) + 2))  # and the padding and the end
+    shape = ModelConfig.from_hf(warm_start_shape(model, len(CHARACTERS) + 2))  # and the padding and the end
+    if model.backend != "transformers":
+        return shape
+    architecture(shape.family)  # it is there, or the error says how to install it
+    return msgspec.structs.replace(shape, backend="transformers")
 
 
 def longest_prompt(run: Run) -> int:
@@ -172,8 +177,10 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     # Only our simulation, on a CPU, holds FP8's numbers as floats.
     held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
     held = beside_base(run, model, count, held, gpu=has_gpu())
-    # On a CPU, in fp32 and with experts a layer is compiled in two parts, which keep what they keep otherwise.
-    whole = trains_on_gpu(run) and run.trainer.dtype == "bf16" and model.experts is None
+    # On a CPU, in fp32 and with experts a layer is compiled in two parts, which keep what they keep otherwise; those of
+    # transformers are not compiled.
+    ours = model.experts is None and model.backend == "native"
+    whole = trains_on_gpu(run) and run.trainer.dtype == "bf16" and ours
     compiled = whole and compiles(run.trainer.compile, "cuda")
     recomputed = recomputed_layers(run, model, gpu_memory() if trains_on_gpu(run) else None, compiled=compiled)
     batch = _largest_batch(run, prompt)
@@ -214,7 +221,8 @@ def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint,
 
 
 def _largest_batch(run: Run, prompt: int) -> Batch:
-    """Groups of full-length completions, as many as the budget holds; a single completion may be longer than it."""
+    """Groups of full-length completions, as many as the budget holds; a single completion may be longer than it. Models
+    of transformers have a prompt for each completion, and are estimated in any case."""
     answer, budget = run.rollout.max_tokens, run.trainer.token_budget
     together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
     block = prompt + together * answer

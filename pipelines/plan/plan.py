@@ -23,6 +23,7 @@ from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
+from pipelines.plan import backend
 from pipelines.plan.disk import most_checkpoints
 from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size, token_bytes
 
@@ -147,6 +148,18 @@ def _model(run: Run) -> Iterator[str]:
             f"engine.max_length={limit} is less than the longest prompt with rollout.max_tokens="
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
+    yield from backend.problems(run, model, longest)
+    if model.backend == "native":
+        yield from _own_decoder(run, model, longest)
+    elif model.experts is not None:
+        yield from _experts(run, model.hidden_size)
+    required = needs(run, model, prompt)
+    yield from _room(run, required)
+    if run.cluster in ("local", "inprocess"):
+        yield from _card(run, required)
+
+
+def _own_decoder(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:
     joined = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
     yield from model_problems(run, layers=model.layers, qk_norm=model.qk_norm, joined=joined)
     yield from _router_replay(run, model, longest)
@@ -157,10 +170,6 @@ def _model(run: Run) -> Iterator[str]:
             f"algorithm.router_aux_loss={run.algorithm.router_aux_loss:g} balances the load of experts, and the model "
             "has none: set algorithm.router_aux_loss=0"
         )
-    required = needs(run, model, prompt)
-    yield from _room(run, required)
-    if run.cluster in ("local", "inprocess"):
-        yield from _card(run, required)
 
 
 def _router_replay(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:

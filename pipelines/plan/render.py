@@ -18,6 +18,7 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.precision.memory import footprints
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.devices import mps_runs
+from pipelines.plan.backend import described
 from pipelines.plan.disk import most_checkpoints
 from pipelines.plan.estimate import (
     Needs,
@@ -64,6 +65,8 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
         f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published {form}; "
         f"longest prompt with its completion {prompt + run.rollout.max_tokens} tokens"
     )
+    if model.backend == "transformers":
+        console.print(f"trained with {described(model)}; its memory is an estimate")
     _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
     if offer is not None:
         _show_placement(run, offer, console)

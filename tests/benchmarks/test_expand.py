@@ -14,9 +14,10 @@ from asyncrl.drafting.heads import Head, HeadConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.models.checkpoint import load_model, random_model, save_model
 from asyncrl.models.config import ModelConfig, warm_start_shape
-from asyncrl.models.decoder import Decoder, Taps
+from asyncrl.models.decoder import Decoder
 from asyncrl.models.layers import computed_rotation
 from asyncrl.models.packed import packed_attention
+from asyncrl.models.policy import Taps
 from asyncrl.training.memory import parameters
 from benchmarks.expand import SHAPES, Growth, Shape, big_config, expand, expand_head, save_expanded
 from benchmarks.expand import main as expand_cli

@@ -60,7 +60,7 @@ def test_what_is_served_is_the_base_with_the_newest_adapters(precision: str, tmp
                     assert ack.digest == manifest.digest
                 adapters = {
                     name: tensor
-                    for module, _, each in lora.adapted(publish.trainer.model)
+                    for module, _, each in publish.trainer.model.adapted()
                     for name, tensor in ((module + lora.A, each.A.detach()), (module + lora.B, each.scaled().detach()))
                 }
                 held = {name: tensor.clone() for name, tensor in made._intake.held.items()}

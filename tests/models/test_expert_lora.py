@@ -20,7 +20,6 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import hf_parts
 from asyncrl.models.packed import packed_attention
 from asyncrl.training import checkpoint
 from asyncrl.training.checkpoint import TrainingManifest
@@ -60,12 +59,12 @@ def _hidden(model: Decoder, merged: dict[str, Tensor] | None = None) -> Tensor:
 def _merged(base: Decoder, model: Decoder) -> dict[str, Tensor]:
     """The base with W + s B A in the place of W, by our names, for autograd to look through."""
     factors: dict[str, tuple[Tensor, Tensor]] = {}
-    for module, _, adapter in lora.adapted(model):
+    for module, _, adapter in model.adapted():
         names = lora.modules(module, adapter)
         down, up = adapter.A.chunk(len(names)), (adapter.scale * adapter.B).chunk(len(names))
         factors |= {f"{name}.weight": pair for name, pair in zip(names, zip(down, up, strict=True), strict=True)}
     found: dict[str, Tensor] = {}
-    for own, parts in hf_parts(base):
+    for own, parts in base.parts():
         rows = base.get_parameter(own).detach().split([part.rows for part in parts])
         found[own] = torch.cat(
             [

@@ -116,8 +116,11 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_settings_that_train_nothing_are_refused() -> None:
+def test_settings_that_train_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets=\[\]"):
         load({"trainer": {"lora": {"rank": 4, "targets": []}}})
-    with pytest.raises(ConfigError, match=r"lm_head"):
-        load({"trainer": {"lora": {"rank": 4, "targets": ["lm_head"]}}})
+    tiny_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(
+        ConfigError, match=r"targets names lm_head, and qwen3 has no such linear layers; .* some of down"
+    ):
+        _learner(tmp_path, lora=Lora(rank=4, targets=("lm_head",)))

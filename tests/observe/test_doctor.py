@@ -66,7 +66,13 @@ BAD: list[tuple[dict[str, Any], str, str, str, str]] = [
     ({"ptrace_scope": 1, "root": False}, "py-spy", "warning", "may not look", "kernel.yama.ptrace_scope=0"),
     ({"newest_file": 7200.0}, "clock", "problem", "is 2.0 h before our own files", "timedatectl"),
     ({"disk": Disk(directory="/x", ahead_s=30.0)}, "clock", "warning", "differs by 30 s", "timedatectl"),
-    ({"leftovers": Leftovers(processes=(7, 8))}, "leftovers", "warning", "whose run is dead: 7 8", "asyncrl doctor --clean"),
+    (
+        {"leftovers": Leftovers(processes=(7, 8))},
+        "leftovers",
+        "warning",
+        "whose run is dead: 7 8",
+        "asyncrl doctor --clean",
+    ),
     (
         {"leftovers": Leftovers(directories=("/tmp/asyncrl-a",), bytes=GIB)},
         *("leftovers", "warning", "1 directories", "rm -r /tmp/asyncrl-a"),

@@ -12,7 +12,7 @@ from asyncrl.config.trainer import Lora
 from asyncrl.config.weights import TransportName
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import load_model, save_model
-from asyncrl.models.names import cut, hf_parts
+from asyncrl.models.names import cut
 from asyncrl.training.adapter_source import AdapterSource
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.types import WeightManifest
@@ -32,12 +32,12 @@ class Adapted:
     def become(self, version: int) -> None:
         """Other adapters for each version; at 0, those that change nothing."""
         generator = torch.Generator().manual_seed(version)
-        for _, _, adapter in lora.adapted(self.model):
+        for _, _, adapter in self.model.adapted():
             for factor, size in ((adapter.A, 0.1), (adapter.B, 0.1 * (version > 0))):
                 factor.data = size * torch.randn(factor.shape, generator=generator)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        for own, parts in hf_parts(self.model):
+        for own, parts in self.model.parts():
             yield from cut(lora.merged(self.model, own, parts, lambda tensor: tensor), parts)
 
     def saved(self, version: int, directory: Path) -> PreTrainedModel:
@@ -49,7 +49,7 @@ class Adapted:
     @property
     def bytes(self) -> int:
         """Of adapters in fp32."""
-        return sum(4 * (each.A.numel() + each.B.numel()) for _, _, each in lora.adapted(self.model))
+        return sum(4 * (each.A.numel() + each.B.numel()) for _, _, each in self.model.adapted())
 
 
 class Publishing:

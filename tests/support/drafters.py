@@ -15,9 +15,10 @@ from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.engines.native.cuda.engine import CudaEngine
 from asyncrl.engines.native.speculation.source import Chooser
 from asyncrl.models.config import read_config
-from asyncrl.models.decoder import Decoder, Taps
+from asyncrl.models.decoder import Decoder
 from asyncrl.models.layers import computed_rotation
 from asyncrl.models.packed import packed_attention
+from asyncrl.models.policy import Taps
 from asyncrl.types import SpeculationArm
 
 FIXED = Adaptive(on=False)

@@ -24,6 +24,7 @@ from tests.support.training_groups import gradients_of, make_groups
 
 RUN = Run(trainer=Trainer(lr=1e-3), correction=Importance(reject=()))
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
+THROUGH, PADDED = "through", "padded"
 MANIFEST = TrainingManifest(step=0, samples_trained=0, consumed=())
 
 
@@ -165,6 +166,21 @@ def _adapters(ranks: Ranks, folder: Path, model: str) -> None:
     assert all(torch.equal(tensor, merged[name]) for name, tensor in one.tensors())
 
 
+def of_transformers(ranks: Ranks, folder: Path) -> None:
+    """Experts in one weight with three axes, buffers, rows that are padded: gradients, files and publications."""
+    for model, padded in ((THROUGH, False), (PADDED, True)):
+        run = msgspec.structs.replace(RUN, trainer=Trainer(token_budget=120, checkpoint_activations=padded))
+        one, several = _both(folder, ranks, run, model)
+        assert one.model.packing == several.model.packing == ("padded" if padded else "packed")
+        for learner in (one, several):
+            learner.accumulate(make_groups(3))
+        _close(one, several, 1e-5)
+        assert abs(one.step().loss - several.step().loss) < 1e-5
+        saved = checkpoint.save(several, folder / f"saved-{model}", MANIFEST, model_path=folder / model, keep=1)
+        checkpoint.restore(one, saved)
+        _publishes(ranks, one, several, torch.float32)
+
+
 def broken_numbers(ranks: Ranks, folder: Path) -> None:
     """A sample on one rank makes a loss that is no number: every rank skips the step, and says why."""
     group = make_groups(1)[0]
@@ -185,20 +201,24 @@ def publication(ranks: Ranks, folder: Path) -> None:
     one, several = _both(folder, ranks)
     prompts = ((1, 2, 3), (4, 5, 6))
     for dtype in (torch.float32, torch.bfloat16):
-        source = several.source(dtype)
         assert torch.allclose(
             torch.tensor(likeliest(several.model, RUN.trainer, prompts)),
             torch.tensor(likeliest(one.model, RUN.trainer, prompts)),
         )
-        if ranks.rank:
-            Follower(source).publish(1)
-            continue
-        writer = SharedMemoryWriter(source, prefix="test")
-        published = dict(read_tensors(writer.publish(1)))
-        expected = dict(one.served_tensors(dtype))
-        assert published.keys() == expected.keys()
-        assert all(torch.equal(published[name], tensor) for name, tensor in expected.items())
-        writer.close()
+        _publishes(ranks, one, several, dtype)
+
+
+def _publishes(ranks: Ranks, one: Learner, several: Learner, dtype: torch.dtype) -> None:
+    source = several.source(dtype)
+    if ranks.rank:
+        Follower(source).publish(1)
+        return
+    writer = SharedMemoryWriter(source, prefix="test")
+    published = dict(read_tensors(writer.publish(1)))
+    expected = dict(one.served_tensors(dtype))
+    assert published.keys() == expected.keys()
+    assert all(torch.equal(published[name], tensor) for name, tensor in expected.items())
+    writer.close()
 
 
 def full_disk(ranks: Ranks, folder: Path) -> None:

@@ -11,6 +11,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.training.batches import block, share
 from tests.support import rank_scenarios
 from tests.support.rank_processes import play
+from tests.support.tiny_families import tiny_family
 from tests.support.tiny_model import tiny_checkpoint
 from tests.support.training_groups import make_groups
 
@@ -22,6 +23,7 @@ SCENES = (
     rank_scenarios.twenty_steps,
     rank_scenarios.resume,
     rank_scenarios.adapters,
+    rank_scenarios.of_transformers,
     rank_scenarios.broken_numbers,
     rank_scenarios.publication,
     rank_scenarios.full_disk,
@@ -34,6 +36,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     tiny_checkpoint(folder / rank_scenarios.TIED, "qwen2")
     tiny_checkpoint(folder / rank_scenarios.UNTIED, "qwen3")
     tiny_checkpoint(folder / rank_scenarios.EXPERTS, "qwen3_moe")
+    tiny_family(folder / rank_scenarios.THROUGH, "glm4_moe")
+    tiny_family(folder / rank_scenarios.PADDED, "qwen3_5_text")
     return play(2, SCENES, folder)
 
 

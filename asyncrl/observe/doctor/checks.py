@@ -84,7 +84,9 @@ def vllm(facts: Facts) -> Iterator[Verdict]:
 
 
 def transformers(facts: Facts) -> Iterator[Verdict]:
-    missing = "not installed; engine=vllm and engine=transformers need it"
+    missing = (
+        "not installed; engine=vllm and engine=transformers need it, and models that our own decoder does not know"
+    )
     yield _ok("transformers", facts.packages.get("transformers") or missing)
 
 

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from asyncrl.models.config import ModelConfig, read_config
-from asyncrl.models.decoder import Decoder
+from asyncrl.config.run import Backend
+from asyncrl.models.checkpoint import empty_policy
+from asyncrl.models.policy import PolicyModel
 from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.distributed.shards import fill
 
@@ -43,22 +44,21 @@ class FsdpRanks(Ranks):
         self._mesh = init_device_mesh(device.type, (seat.world,))
 
     def load(
-        self, path: Path, device: torch.device, dtype: torch.dtype, *, output: bool = True
-    ) -> tuple[Decoder, ModelConfig]:
+        self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
+    ) -> PolicyModel:
         """Memory that nothing is written to takes no room: `shard` reads the rows of this rank only."""
-        config = read_config(path) if output else read_config(path).without_output()
-        return Decoder(config, torch.float32), config
+        return empty_policy(path, backend, torch.float32, output=output)
 
-    def shard(self, module: nn.Module, decoder: Decoder, path: Path, dtype: torch.dtype) -> None:
+    def shard(self, module: nn.Module, model: PolicyModel, path: Path, dtype: torch.dtype) -> None:
         policy = MixedPrecisionPolicy()
         if dtype == torch.bfloat16:  # the residual stream between the layers stays in fp32
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for layer in decoder.layers:
+        for layer in model.blocks():
             fully_shard(layer, mesh=self._mesh, mp_policy=policy)
         # What is not in a layer stays whole from forward to backward: the output matrix is used between the two.
         fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=False)
-        decoder.frequencies_D = decoder.frequencies_D.to(self._device)
-        fill(decoder, path, self)
+        model.place(self._device)
+        fill(model, path, self)
 
     def settle(self, module: nn.Module) -> None:
         cast(FSDPModule, module).reshard()
@@ -76,14 +76,16 @@ class FsdpRanks(Ranks):
         self.exchange(b"")
 
     def rows(self, tensor: Tensor) -> range:
+        if not isinstance(tensor, DTensor):  # a buffer, which every rank has whole
+            return range(tensor.shape[0])
         size = ceil(tensor.shape[0] / self.world)
         return range(min(self.rank * size, tensor.shape[0]), min((self.rank + 1) * size, tensor.shape[0]))
 
     def mine(self, tensor: Tensor) -> Tensor:
-        return cast(DTensor, tensor).to_local()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return cast(DTensor, tensor).full_tensor()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def leave(self) -> None:
         if distributed.is_initialized():

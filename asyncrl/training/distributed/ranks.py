@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch import Tensor, distributed, nn
 
-from asyncrl.models.checkpoint import load_model
-from asyncrl.models.config import ModelConfig
-from asyncrl.models.decoder import Decoder
+from asyncrl.config.run import Backend
+from asyncrl.models.checkpoint import load_policy
+from asyncrl.models.policy import PolicyModel
 
 TCPStore: Any = cast(Any, distributed).TCPStore  # documented, and not marked as exported
 
@@ -29,15 +29,14 @@ class Ranks:
     world = 1
 
     def load(
-        self, path: Path, device: torch.device, dtype: torch.dtype, *, output: bool = True
-    ) -> tuple[Decoder, ModelConfig]:
+        self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
+    ) -> PolicyModel:
         """A model, perhaps still without its weights: `shard` comes next. Without `output` it ends at the hidden
         states, and an output matrix that is not tied to the embeddings is left out."""
-        model, config = load_model(path, dtype=dtype, output=output)
-        return model.to(device), config
+        return load_policy(path, backend, dtype, output=output).to(device)
 
-    def shard(self, module: nn.Module, decoder: Decoder, path: Path, dtype: torch.dtype) -> None:
-        """Keep only this rank's part of a module, to compute in `dtype`; `decoder`, in it, gets its weights."""
+    def shard(self, module: nn.Module, model: PolicyModel, path: Path, dtype: torch.dtype) -> None:
+        """Keep only this rank's part of a module, to compute in `dtype`; `model`, in it, gets its weights."""
 
     def settle(self, module: nn.Module) -> None:
         """Before its weights are read or written: a forward without a backward has left some of them whole."""

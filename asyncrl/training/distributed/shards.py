@@ -9,9 +9,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
-from asyncrl.models.checkpoint import check_names, weight_files
-from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import Part, cut, hf_parts
+from asyncrl.models.checkpoint import check_names
+from asyncrl.models.files import weight_files
+from asyncrl.models.names import Part, cut
+from asyncrl.models.policy import PolicyModel
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.types import TensorSpec
 from asyncrl.weights.manifest import layout
@@ -54,20 +55,25 @@ Write = Callable[[nn.Parameter, Tensor], None]
 """Puts a weight where its master is."""
 
 
-def fill(model: Decoder, directory: Path, ranks: Ranks, write: Write | None = None) -> None:
+def fill(model: PolicyModel, directory: Path, ranks: Ranks, write: Write | None = None) -> None:
     """Read the rows of this rank out of a checkpoint in Hugging Face layout; `write` is for one rank."""
     files = TensorFiles(weight_files(directory))
-    parts = dict(hf_parts(model))
-    check_names(directory, model.config, {part.name for fused in parts.values() for part in fused}, files.names)
+    check_names(directory, model, files.names)
     with torch.no_grad():
-        for name, fused in parts.items():
-            parameter = model.get_parameter(name)
-            if rows := ranks.rows(parameter):
-                found = _fused_rows(files, fused, rows, parameter.shape[1:])
-                write(parameter, found) if write else ranks.mine(parameter).copy_(found)
+        for name, fused in model.parts():
+            weight = model.weight(name)
+            if rows := ranks.rows(weight):
+                found = _fused_rows(files, fused, rows, weight.shape)
+                if write is not None and isinstance(weight, nn.Parameter):
+                    write(weight, found)
+                else:
+                    ranks.mine(weight).copy_(found)
 
 
-def _fused_rows(files: TensorFiles, parts: Sequence[Part], rows: range, row_shape: Sequence[int]) -> Tensor:
+def _fused_rows(files: TensorFiles, parts: Sequence[Part], rows: range, whole: Sequence[int]) -> Tensor:
+    """Of a weight whose whole shape this is."""
+    depth = sum(part.rows for part in parts) // whole[0]  # above 1: parts are rows of its matrices
+    rows, row_shape = range(rows.start * depth, rows.stop * depth), whole[1:] if depth == 1 else whole[2:]
     found: list[Tensor] = []
     begin = 0
     for part in parts:
@@ -77,7 +83,7 @@ def _fused_rows(files: TensorFiles, parts: Sequence[Part], rows: range, row_shap
             wanted, shape = (range(row_shape[0]), row_shape) if part.flat else (here, (part.rows, *row_shape))
             read = files.rows(part.name, wanted, shape)
             found.append(read[None] if part.flat else read)
-    return torch.cat(found)
+    return torch.cat(found).view(-1, *whole[1:])
 
 
 @torch.no_grad()
@@ -91,7 +97,7 @@ def read_rows(files: TensorFiles, name: str, target: Tensor, ranks: Ranks) -> No
 def read_parts(files: TensorFiles, parts: Sequence[Part], target: Tensor, ranks: Ranks) -> None:
     """The same of one that is made of several."""
     if rows := ranks.rows(target):
-        ranks.mine(target).copy_(_fused_rows(files, parts, rows, target.shape[1:]))
+        ranks.mine(target).copy_(_fused_rows(files, parts, rows, target.shape))
 
 
 Read = Callable[[str, tuple[Part, ...], torch.dtype], Tensor]
@@ -103,7 +109,7 @@ class ShardSource:
 
     def __init__(
         self,
-        model: Decoder,
+        model: PolicyModel,
         parts: Iterable[tuple[str, tuple[Part, ...]]],
         read: Read,
         dtype: torch.dtype,
@@ -116,7 +122,7 @@ class ShardSource:
     def layout(self) -> tuple[tuple[TensorSpec, ...], int]:
         self._found.clear()
         self._ranks.settle(self._model)
-        shapes = {own: self._model.get_parameter(own).shape for own in self._parts}
+        shapes = {own: self._model.weight(own).shape for own in self._parts}
         meta = {own: torch.empty(shape, dtype=self._dtype, device="meta") for own, shape in shapes.items()}
         return layout(pair for own, parts in self._parts.items() for pair in cut(meta[own], parts))
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from asyncrl.engines.native.sampling import Column
 from asyncrl.models.config import ModelConfig
-from asyncrl.models.decoder import Attend
+from asyncrl.models.layers import Attend
 
 _FIRST_ROWS, _FIRST_LENGTH = 8, 64
 

@@ -19,10 +19,11 @@ from asyncrl.engines.native.sampling import Column, Purpose, sample
 from asyncrl.engines.native.weight_loading import Receiver, load_adapters, load_published, not_in_fp8
 from asyncrl.errors import WeightSyncError
 from asyncrl.models.checkpoint import load_model
-from asyncrl.models.decoder import Taps, Tensors
+from asyncrl.models.decoder import Tensors
 from asyncrl.models.head import fp32_product
 from asyncrl.models.layers import NormScale
 from asyncrl.models.names import hf_tensors
+from asyncrl.models.policy import Taps
 from asyncrl.types import WeightManifest
 
 

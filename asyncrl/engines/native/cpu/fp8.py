@@ -20,9 +20,9 @@ from asyncrl.engines.native.cpu.decoding import Policy
 from asyncrl.engines.native.cpu.layout import interleave
 from asyncrl.engines.native.weight_loading import Receiver, read_whole
 from asyncrl.errors import AsyncRLError, EngineError
-from asyncrl.models.decoder import Attend, Decoder, LayerTensors, Tensors, add_projection
+from asyncrl.models.decoder import Decoder, LayerTensors, Tensors, add_projection
 from asyncrl.models.experts import ExpertTensors, Route
-from asyncrl.models.layers import NormScale, Rotate, rms_norm, tabled_rotation
+from asyncrl.models.layers import Attend, NormScale, Rotate, rms_norm, tabled_rotation
 from asyncrl.models.names import hf_tensors
 from asyncrl.precision.audit import check_layers, check_products
 from asyncrl.precision.kv_scales import LayerScales, check_scales, fixed_samples, measure

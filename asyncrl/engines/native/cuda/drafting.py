@@ -26,7 +26,7 @@ from asyncrl.engines.native.cuda.model import Block as ModelBlock
 from asyncrl.engines.native.cuda.model import CudaModel, fp32_logits
 from asyncrl.engines.native.cuda.timeline import Timeline
 from asyncrl.engines.native.sampling import Column
-from asyncrl.models.decoder import Taps
+from asyncrl.models.policy import Taps
 
 RING = 16
 """Tokens of a row without drafts that the head may lag behind."""

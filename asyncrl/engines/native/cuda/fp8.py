@@ -31,7 +31,7 @@ from asyncrl.engines.native.cuda.updates import Update
 from asyncrl.engines.native.weight_loading import Receiver, not_in_fp8
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.names import Part, cut, hf_parts, hf_tensors
+from asyncrl.models.names import Part, cut, hf_tensors
 from asyncrl.precision.audit import check_gap, check_layers, fixed_input, relative_gap
 from asyncrl.precision.kv_scales import CHECK_LENGTH, LayerScales, check_scales, fixed_samples, scales_of
 from asyncrl.precision.layers import KV_CACHE, SCALES, is_quantized
@@ -133,7 +133,7 @@ class Fp8Weights:
 
     def __init__(self, model: Decoder, numerics: Numerics) -> None:
         fp8, layers = numerics.fp8, model.config.layers
-        self.parts = dict(hf_parts(model))
+        self.parts = dict(model.parts())
         self.matrices: dict[str, Fp8Matrix] = {}
         """By the names of our parameters."""
         self.held: dict[str, Tensor] = {}

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from asyncrl.engines.native.cuda.kernels.shapes import Codes, Fp8Matrix, Heads, Kernels, Kv, Queries, SortedRows
 from asyncrl.models.config import Experts
-from asyncrl.models.decoder import Decoder, Taps
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.policy import Taps
 
 Matrix = Tensor | Fp8Matrix
 """What is no FP8 is inputs by outputs: a view of the transpose."""
