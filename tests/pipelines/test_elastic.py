@@ -23,6 +23,7 @@ from pipelines.compose import compose
 from pipelines.fleet.cluster_offer import here
 from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
+from pipelines.supervision.stopping import Stopping
 from tests.support import quickstart_runs
 
 
@@ -66,7 +67,8 @@ def test_an_engine_that_does_not_come_changes_nothing_and_every_wish_is_taken_ba
     directory, spawner = RunDirectory.create(tmp_path / "run"), Unlucky(breaks)
     with Progress(run) as progress:
         recorder = Recorder(run, directory, progress, first_step=0)
-        training = train._train(run, here(run), directory, recorder, spawner, model, None, resumed=False)
+        stopping = Stopping(run, print, print)
+        training = train._train(run, here(run), directory, recorder, spawner, model, None, stopping, resumed=False)
         if breaks:
             with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="a mistake of ours"), flatten_subgroups=True):
                 asyncio.run(training)

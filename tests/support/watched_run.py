@@ -15,6 +15,7 @@ from pipelines.compose import compose
 from pipelines.fleet.cluster_offer import here
 from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
+from pipelines.supervision.stopping import Stopping
 from pipelines.supervision.watchdog import Watchdog
 
 PATIENCE_S = 90.0
@@ -93,7 +94,8 @@ async def _beside(
     spawner: Spawner,
     scenario: Scenario,
 ) -> None:
-    work = train._train(run, here(run), directory, recorder, watchdog.over(spawner), model, None, resumed=False)
+    spawner, stopping = watchdog.over(spawner), Stopping(run, print, print)
+    work = train._train(run, here(run), directory, recorder, spawner, model, None, stopping, resumed=False)
     running = asyncio.create_task(watchdog.guard(work))
     playing = asyncio.ensure_future(scenario(watchdog, recorder))
     await asyncio.wait({running, playing}, return_when=asyncio.FIRST_COMPLETED)
