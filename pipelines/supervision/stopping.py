@@ -92,7 +92,7 @@ class Stopping:
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """From here on a signal raises nothing by itself: the run looks for it with `unless`."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._asked = asyncio.get_running_loop(), asyncio.Event()  # an event belongs to one loop
         try:
             return await work
         finally:

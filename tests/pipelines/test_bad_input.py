@@ -5,6 +5,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.buffer.log import HEADER_SIZE
@@ -62,7 +63,8 @@ def _fill_disk_after_first_trajectories(process: "subprocess.Popen[str]", run: P
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing was stored"
         time.sleep(0.01)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
+    (run_process,) = psutil.Process(process.pid).children()  # of the command, which only supervises it
+    resource.prlimit(run_process.pid, resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
 
 
 def test_a_full_disk_ends_the_run_with_its_reason_and_loses_nothing(tmp_path: Path):

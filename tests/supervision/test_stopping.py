@@ -144,8 +144,12 @@ def test_work_is_cancelled_by_a_signal_and_not_begun_after_one() -> None:
         with pytest.raises(StoppedError):
             await stopping.unless(waiting())
 
+    async def earlier(stopping: Stopping) -> None:
+        assert await stopping.unless(asyncio.sleep(0, "earlier")) == "earlier"
+
     stopping = Stopping(Run(), said.append, said.append)
     with stopping.listening():
+        asyncio.run(stopping.during(earlier(stopping)))  # an attempt that another one follows, in a loop of its own
         asyncio.run(stopping.during(run(stopping)))
     assert ended == ["cancelled"]
     assert stopping.explains(KeyboardInterrupt())
