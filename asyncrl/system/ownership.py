@@ -1,7 +1,8 @@
 """Which processes belong to a run: each inherits a mark in its environment that names the process which owns the run.
 
 So whatever a run has started can be found and ended when the owner is gone, by whatever death: Ray's agents outlive a
-killed driver by minutes. A mark counts only in the PID namespace that it was made in.
+killed driver by minutes. A process that writes its title over its environment (those agents do) belongs to whom its
+parent belongs to. A mark counts only in the PID namespace that it was made in.
 """
 
 import os
@@ -41,7 +42,7 @@ def left_behind() -> Iterator[psutil.Process]:
 def end(found: Iterable[psutil.Process]) -> int:
     """Kill them; returns how many there were."""
     killed: list[psutil.Process] = []
-    for process in found:
+    for process in list(found):  # all first: a child is known by its parent
         with suppress(psutil.Error):  # it has ended meanwhile
             process.kill()
             killed.append(process)
@@ -50,10 +51,20 @@ def end(found: Iterable[psutil.Process]) -> int:
 
 
 def _marked() -> Iterator[tuple[psutil.Process, str]]:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # others' are not ours to read
-            owner = process.environ().get(MARK)
-            if owner and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+    running = {process.pid: process for process in psutil.process_iter()}
+    owners: dict[int, str] = {}
+
+    def owner_of(process: psutil.Process) -> str:
+        if process.pid not in owners:
+            owners[process.pid] = ""  # a parent's number may be another process's by now: no way round in circles
+            with suppress(psutil.Error, OSError):  # others' are not ours to read
+                parent = running.get(process.ppid())
+                owners[process.pid] = process.environ().get(MARK) or (owner_of(parent) if parent else "")
+        return owners[process.pid]
+
+    for process in running.values():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and (owner := owner_of(process)) and process.status() != psutil.STATUS_ZOMBIE:
                 yield process, owner
 
 
