@@ -5,7 +5,9 @@ whether the key exists is decided by the structs in `asyncrl.config`. Hydra neit
 writes files nor touches logging here, and nothing is instantiated from YAML.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,10 @@ from asyncrl.engines.registry import suitable_engine
 from asyncrl.errors import ConfigError
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()
+HYDRAS_OWN: tuple[tuple[str, type[Warning]], ...] = (
+    (r"register_new_resolver\(\) is deprecated", UserWarning),
+    ("Implicit conversion from Version to str at 'hydra.runtime.version_base'", FutureWarning),
+)
 NO_GROUP = "cluster"
 """A plain setting although configs/cluster/ is there: the files in it are Ray's. Hydra would take it for a choice."""
 
@@ -31,7 +37,7 @@ def compose(overrides: Sequence[str]) -> Run:
     normal = [_normal(override) for override in overrides]
     cluster = [override for override in normal if override.startswith(f"++{NO_GROUP}=")]
     try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        with _without_hydras_own_warnings(), hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra.compose("base", [override for override in normal if override not in cluster])
         raw = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -42,6 +48,15 @@ def compose(overrides: Sequence[str]) -> Run:
     for override in cluster:
         found[NO_GROUP] = OverridesParser.create().parse_override(override).value()
     return load(found)
+
+
+@contextmanager
+def _without_hydras_own_warnings() -> Generator[None, None, None]:
+    """Those that Hydra 1.3 causes by its own calls of omegaconf 2.4; no others."""
+    with warnings.catch_warnings():
+        for message, category in HYDRAS_OWN:
+            warnings.filterwarnings("ignore", message, category, module=r"hydra\.")
+        yield
 
 
 def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
