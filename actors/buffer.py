@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.buffer.replay import Sample
+from asyncrl.buffer.retention import Pruning
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
 from asyncrl.drop_reasons import describe, main_cause
@@ -40,7 +41,9 @@ class _Batch:
 class BufferActor:
     """Every wait has a deadline and says what it waited for. `append` may be retried freely; it is idempotent."""
 
-    IDEMPOTENT = frozenset({"append", "fail", "read", "commit", "advance", "limit", "ledger", "status", "close"})
+    IDEMPOTENT = frozenset(
+        {"append", "fail", "read", "commit", "advance", "limit", "checkpointed", "ledger", "status", "close"}
+    )
     """Not `admit` and `take`: after a lost reply, a repeated call would issue or deliver further groups."""
 
     def __init__(
@@ -60,6 +63,7 @@ class BufferActor:
             sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
             max_ready=ReadyWindow(run).groups,
             drop_uninformative=run.algorithm.dynamic_sampling,
+            incomplete_min=run.flow.incomplete_min if run.flow.incomplete == "train_rest" else 0,
         )
         self._groups_per_step = run.flow.groups_per_step
         self._clock = clock
@@ -99,7 +103,7 @@ class BufferActor:
         return batch.receipts[start : start + len(samples)]
 
     async def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
-        """End a slot, and with it its group, for `reason`; `tokens` sampled for it count as waste."""
+        """End a slot, and perhaps its group, for `reason`; `tokens` sampled for it count as waste."""
         return await self._change(lambda: self._store.fail(slot, reason, tokens))
 
     async def note(self, begun: dict[Slot, tuple[Segment, ...]]) -> None:
@@ -157,10 +161,10 @@ class BufferActor:
         """Admit under these bounds from now on; `max_staleness` stays the upper limit."""
         await self._change(lambda: self._store.limit(staleness, max_ready))
 
-    async def checkpointed(self, step: int) -> None:
+    async def checkpointed(self, step: int) -> Pruning:
+        """The oldest checkpoint that may be resumed from is after `step` steps: prune what `buffer.keep` does not
+        keep."""
         self._store.checkpointed(step)
-
-    async def prune(self) -> list[str]:
         return self._store.prune()
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     ),
     DropReason.GROUP_INCOMPLETE: Description(
         "a sibling failed",
-        "another sample of the group failed, and a group is trained on whole or not at all",
-        "look at the reason of the sample that failed",
+        "another sample of the group failed, and too few were left to be trained on (`flow.incomplete`)",
+        "look at the reason of the sample that failed, or set `flow.incomplete=train_rest`",
     ),
     DropReason.ENGINE_ERROR: Description(
         "the engine failed",

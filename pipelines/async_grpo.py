@@ -59,6 +59,7 @@ class AsyncGrpo:
         self._engines = EnginePool(run, fleet, task, recorder, self._publish)
         self._waits = Waits()
         self._publishing: asyncio.Task[None] | None = None
+        self._checkpoint: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         # Also the first time: then engines have proven that they hold what is trained, and the way to them is open.
@@ -76,13 +77,13 @@ class AsyncGrpo:
             try:
                 for step in range(self._first_step, self._run.steps):
                     await self._train_step(step, tasks)
-                    await self._after_step(step + 1)
+                    await self._after_step(step + 1, tasks)
             except StoppedError:
                 beside[0].cancel()  # nothing more is admitted
-                if self._done > self._saved and self._saves:
-                    await self._save(self._done)
+                await self._save_now(self._done)
                 raise
             await self._published()
+            await self._checkpointed()
             for task in beside:
                 task.cancel()
             await self._engines.close()
@@ -201,32 +202,50 @@ class AsyncGrpo:
         if self._publishing is not None:
             await self._publishing
 
-    async def _after_step(self, steps_done: int) -> None:
+    async def _after_step(self, steps_done: int, tasks: asyncio.TaskGroup) -> None:
         every, ends = self._run.checkpoint.every, steps_done == self._run.steps
         if (self._run.checkpoint.last and ends) or (every and steps_done % every == 0):
-            await self._save(steps_done)
+            begun = await self._begin_checkpoint(steps_done)
+            self._checkpoint = tasks.create_task(self._end_checkpoint(steps_done, begun))
         if self._evaluates_after(steps_done) and steps_done < self._run.steps:
             await self._published()
             await self._evaluate(steps_done)
 
-    async def _save(self, steps_done: int) -> None:
+    async def _begin_checkpoint(self, steps_done: int) -> float:
+        """Copy what it holds, which is written while the trainer goes on; returns when that began."""
         await self._published()
+        await self._checkpointed()
         self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
         begun = time.time()
         await self._fleet.trainer.save()
-        self._saved = steps_done
         await self._recorder.learned(self._fleet)
         if self._fleet.drafter is not None:
             await self._fleet.drafter.save()
         self._recorder.span("checkpoint", begun, step=steps_done)
+        return begun
+
+    async def _end_checkpoint(self, steps_done: int, begun: float) -> None:
+        oldest = await self._fleet.trainer.saved()
+        self._saved = steps_done
+        self._recorder.span("checkpoint_written", begun, step=steps_done)
+        self._recorder.pruned(await self._fleet.buffer.checkpointed(oldest))
+
+    async def _checkpointed(self) -> None:
+        """Wait until the last checkpoint is durable."""
+        if self._checkpoint is not None:
+            await self._checkpoint
 
     async def _save_before(self, step: int) -> None:
         """The weights before a step that was refused: with other settings a resumed run goes on from there, and takes
         no step again that was taken with the old ones."""
-        if step == self._saved or not self._saves:
-            return
         with suppress(AsyncRLError, OSError):  # why the run stops is worth more than the checkpoint
-            await self._save(step)
+            await self._save_now(step)
+
+    async def _save_now(self, steps_done: int) -> None:
+        """Have a checkpoint of this step, if the run writes any."""
+        await self._checkpointed()
+        if steps_done != self._saved and self._saves:
+            await self._end_checkpoint(steps_done, await self._begin_checkpoint(steps_done))
 
     @property
     def _saves(self) -> bool:

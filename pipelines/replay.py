@@ -7,6 +7,7 @@ recorded deliveries, in order -> Learner.accumulate -> Learner.step -> digest ag
 import asyncio
 import io
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,8 @@ import torch
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
-from asyncrl.buffer.reader import read_deliveries, read_run
+from asyncrl.buffer.reader import read_deliveries, read_failures, read_run
+from asyncrl.buffer.retention import read_pruned
 from asyncrl.config import Run
 from asyncrl.data.reward_parts import reward_parts
 from asyncrl.errors import CheckpointError, ConfigError
@@ -28,6 +30,7 @@ from asyncrl.models.checkpoint import save_model
 from asyncrl.system.run_directory import RunDirectory, replace
 from asyncrl.tasks.registry import make_task
 from asyncrl.training import checkpoint
+from asyncrl.training.checkpoint_manifest import TrainingManifest, choose
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
 from asyncrl.types import Group, Trajectory
@@ -66,15 +69,22 @@ def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, hel
     allowed = ("algorithm", "correction", "trainer")
     settings = {first: changed(run, overrides, allowed=allowed) for first, run in earlier_settings.by_step(source)}
     run = settings[max(settings)]
-    saved = checkpoint.numbered(source.checkpoints)
-    if not saved:
-        raise CheckpointError(f"{path} has no checkpoint yet: there is nothing that a replay could be compared with")
+    chosen = choose(source.checkpoints)
+    for sentence in chosen.sentences:
+        print(sentence, file=sys.stderr)
+    if chosen.newest is None:
+        raise CheckpointError(f"{path} has no sound checkpoint: there is nothing that a replay could be compared with")
+    if pruned := read_pruned(source.trajectories):
+        raise ConfigError(
+            f"{path} cannot be replayed: {pruned} (buffer.keep={run.buffer.keep}), and a replay takes every step from "
+            "the first; record with buffer.keep=all to replay a run"
+        )
     if held_out:
         _check_held_out(run)
     start = _start(run, source)
     with TemporaryDirectory() as scratch:
         target = _directory(out) if out else RunDirectory(Path(scratch))
-        done, rows = _train(settings, source, start, target.model, saved[-1])
+        done, rows = _train(settings, source, start, target.model, chosen.newest)
         _record(target, run, rows)
         _write_summary(target, source, done, rows)  # before the evaluation, whose failure must not cost the training
         if held_out:
@@ -116,7 +126,7 @@ def _train(
     torch.set_num_threads(run.trainer.threads)  # sums are taken in another order with other threads
     learner = Learner(start, run)
     rows: list[Row] = []
-    groups = _Groups(read_run(source.trajectories), run.rollout.group_size)
+    groups = _Groups(read_run(source.trajectories), run.rollout.group_size, read_failures(source.trajectories))
     for step, deliveries in read_deliveries(source.trajectories).items():
         if step >= steps:
             break
@@ -139,7 +149,7 @@ def _train(
 
 def _resumed(learner: Learner, start: Path, run: Run) -> Learner:
     """As the run itself was resumed with these settings."""
-    manifest = checkpoint.TrainingManifest(step=learner.version, samples_trained=0, consumed=())
+    manifest = TrainingManifest(step=learner.version, samples_trained=0, consumed=())
     with TemporaryDirectory() as scratch:
         saved = checkpoint.save(learner, Path(scratch), manifest, model_path=start, keep=1)
         found = Learner(start, run)
@@ -180,14 +190,14 @@ def _row(step: int, report: StepReport, trained: Sequence[Trajectory], ages: Seq
 class _Groups:
     """Whole groups from a stream of samples; only those not yet taken are held in memory."""
 
-    def __init__(self, stored: Iterator[Trajectory], size: int) -> None:
-        self._stored = stored
-        self._size = size
+    def __init__(self, stored: Iterator[Trajectory], size: int, failures: Mapping[int, int]) -> None:
+        """`failures`: samples that groups were trained on without."""
+        self._stored, self._size, self._failures = stored, size, failures
         self._held: dict[int, list[Trajectory]] = {}
 
     def take(self, number: int) -> Group:
         """Read on until the group is whole, which it was before it was delivered."""
-        while len(self._held.get(number, ())) < self._size:
+        while len(self._held.get(number, ())) < self._size - self._failures.get(number, 0):
             trajectory = next(self._stored, None)
             if trajectory is None:
                 raise CheckpointError(f"samples of group {number} are not in the run's trajectories any more")

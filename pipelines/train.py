@@ -31,7 +31,7 @@ from asyncrl.observe.environment import environment
 from asyncrl.system.run_directory import RunDirectory, owner_only, replace
 from asyncrl.tasks.base import Split, Task
 from asyncrl.tasks.registry import make_task
-from asyncrl.training import checkpoint
+from asyncrl.training.checkpoint_manifest import numbered, set_damaged_aside
 from asyncrl.types import Prompt
 from pipelines.async_grpo import AsyncGrpo
 from pipelines.compose import changed, from_yaml, to_yaml
@@ -43,14 +43,14 @@ from pipelines.recording.notebook import make_progress
 from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
 from pipelines.supervision import supervisor
-from pipelines.supervision.ray_watch import watching_ray
+from pipelines.supervision.ray_watch import heeding_drains, watching_ray
 from pipelines.supervision.stopping import Stopping
 from pipelines.supervision.thread_runner import run_loop
 from pipelines.supervision.watchdog import Watchdog
 
 RESUMABLE = (
     *("max_staleness", "staleness", "correction", "sentinel", "checkpoint", "recovery", "rollout.precision"),
-    "rollout.router_replay",
+    *("rollout.router_replay", "buffer.keep", "events", "flow.incomplete", "flow.incomplete_min"),
     *(f"trainer.{name}" for name in ("lr", "warmup_steps", "decay_steps", "grad_clip")),
 )
 """What a resumed run may change. Recorded samples fix the rest: how they were sampled, and in what groups."""
@@ -94,21 +94,24 @@ def resume(path: Path, overrides: Sequence[str] = ()) -> int:
         for problem in tracking.problems(run.trackers, run.cluster):
             raise MissingDependencyError(problem)
         directory.close_to_others()
-        _keep_settings(run, directory, changes=bool(overrides))
-        return _run(run, directory, resumed=True, changes=overrides)
+        damaged = _keep_settings(run, directory, changes=bool(overrides))
+        return _run(run, directory, resumed=True, changes=overrides, damaged=damaged)
 
 
-def _keep_settings(run: Run, directory: RunDirectory, *, changes: bool) -> None:
-    """Write down which settings hold from the newest checkpoint on, and which did before; not those of a live run."""
-    saved = checkpoint.numbered(directory.checkpoints)
+def _keep_settings(run: Run, directory: RunDirectory, *, changes: bool) -> list[str]:
+    """Write down which settings hold from the newest sound checkpoint on, and which did before; not those of a live
+    run. Returns what is wrong with newer checkpoints."""
     with owner_only():
         lock = lock_directory(directory.trajectories)
         try:
+            damaged = set_damaged_aside(directory.checkpoints)
+            saved = numbered(directory.checkpoints)
             earlier_settings.keep(directory, saved[-1][0] if saved else 0, changes=changes)
             if changes:
                 replace(directory.config, to_yaml(run).encode())
         finally:
             os.close(lock)
+    return damaged
 
 
 def _changed(run: Run, overrides: Sequence[str]) -> Run:
@@ -123,7 +126,9 @@ def _changed(run: Run, overrides: Sequence[str]) -> Run:
     return found
 
 
-def _run(run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[str] = ()) -> int:
+def _run(
+    run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[str] = (), damaged: Sequence[str] = ()
+) -> int:
     def at_exit(status: str, error: str) -> None:
         summary.write(directory, attempt.recorder, status=status, error=error)
 
@@ -142,6 +147,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[
                 attempt.recorder.event("environment", found=environment())
                 if changes:
                     attempt.recorder.changed(changes)
+                attempt.recorder.damaged(damaged)
                 model_path = _model(run, directory, progress)
                 run = prepare_head(run, directory, model_path)
                 watchdog = Watchdog(
@@ -179,7 +185,7 @@ def _run(run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[
 
 
 def _how_to_go_on(directory: RunDirectory, reason: str) -> str:
-    saved = checkpoint.numbered(directory.checkpoints)
+    saved = numbered(directory.checkpoints)
     done = f"with a checkpoint of step {saved[-1][0]}" if saved else "before its first checkpoint"
     return f"stopped by {reason} {done}; continue with: asyncrl resume {directory.path}"
 
@@ -199,7 +205,7 @@ class _Attempt:
     ) -> None:
         self._run, self._directory, self._progress, self._stopping = run, directory, progress, stopping
         self._resumed, self._number, self.left_fp8 = resumed, number, False
-        saved = checkpoint.numbered(directory.checkpoints) if resumed else []
+        saved = numbered(directory.checkpoints) if resumed else []
         self._restore_from = saved[-1] if saved else None
         self.recorder = Recorder(run, directory, progress, first_step=saved[-1][0] if saved else 0)
 
@@ -237,6 +243,7 @@ class _Attempt:
         self.recorder.fp8_left(reason)
 
     def next(self) -> "_Attempt":
+        self.recorder.damaged(set_damaged_aside(self._directory.checkpoints))
         self.recorder.close()
         number = self._number + 1
         return _Attempt(self._run, self._directory, self._progress, self._stopping, resumed=True, number=number)
@@ -303,7 +310,8 @@ async def _train(
         if restore_from:
             await stopping.unless(fleet.trainer.restore(restore_from[1]))
         task = EndlessTask(make_task(run.task, run.seed), run)
-        await AsyncGrpo(run, fleet, task, recorder, stopping, first_step=first_step).run()
+        async with heeding_drains(run.cluster, fleet, stopping):
+            await AsyncGrpo(run, fleet, task, recorder, stopping, first_step=first_step).run()
         return summary.write(
             directory,
             recorder,

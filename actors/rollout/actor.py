@@ -96,9 +96,15 @@ class RolloutActor:
         self._activity = RolloutActivity()
         self._served: WeightManifest | None = None
         """Of the version that the engine serves; none before the first."""
+        self._started = False
 
     async def start(self) -> None:
+        self._started = True
         await self._engine.start()
+
+    async def started(self) -> bool:
+        """Whether this process was told to start before: a restarted one was not."""
+        return self._started
 
     async def generate(
         self, work: list[tuple[Ticket, Prompt]], begun: Mapping[Slot, tuple[Segment, ...]] | None = None

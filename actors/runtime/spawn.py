@@ -112,7 +112,8 @@ class OnRay:
 
         handle = handle_of(actor)
         ray.kill(handle)
-        self._handles.remove(handle)
+        if handle in self._handles:  # else it was ended before
+            self._handles.remove(handle)
 
     def clear(self) -> None:
         import ray

@@ -22,6 +22,8 @@ from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.system.devices import give_way
 from asyncrl.training import checkpoint
+from asyncrl.training.background_save import BackgroundSave
+from asyncrl.training.checkpoint_manifest import TrainingManifest, numbered
 from asyncrl.training.device import engines_on_gpu, rank_device
 from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.export import likeliest
@@ -48,6 +50,8 @@ class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
     """Age of each sample's oldest token, in versions."""
     lengths: tuple[int, ...]
     """Sampled tokens of each sample."""
+    incomplete_groups: int
+    """Groups of which samples had failed."""
     first_wave_finished: float
     """Latest finish time among the samples of the first step's admissions; 0 when there are none."""
 
@@ -69,13 +73,13 @@ class TrainerActor:
         give_way()
         torch.set_num_threads(run.trainer.threads)
         self._run = run
-        self._model_path = model_path
         self._checkpoints = checkpoints
         self._buffer = buffer
         self._learner = Learner(model_path, run, None if seat is None else _join(run, seat))
         self._guardrails = Guardrails(run.sentinel, run.rollout.precision, str(checkpoints.parent))
         self._fp8 = Fp8Publication(run, self._learner.model_config)
         self._writer = self._make_writer()
+        self._saving = BackgroundSave(checkpoints, model_path=model_path, keep=run.checkpoint.keep)
         self._consumed: list[int] = []
         self._accumulated: list[int] = []
         """Groups of the step under way, which a checkpoint has only once it is taken."""
@@ -147,6 +151,7 @@ class TrainerActor:
             parts=tuple(t.parts for t in trajectories if t.parts),
             staleness=tuple(max(0, self._learner.version - t.oldest_version) for t in trajectories),
             lengths=tuple(t.sampled_tokens for t in trajectories),
+            incomplete_groups=sum(len(group.trajectories) < self._run.rollout.group_size for group in groups),
             first_wave_finished=self._first_wave_finished(trajectories),
         )
 
@@ -176,19 +181,27 @@ class TrainerActor:
         return msgspec.structs.replace(manifest, probe=Probe(prompts, found, probe.tolerance(self._run)))
 
     async def save(self) -> Path:
-        manifest = checkpoint.TrainingManifest(
+        """Copy the state and begin to write it; `saved` waits for the end."""
+        manifest = TrainingManifest(
             step=self._learner.version,
             samples_trained=self._samples_trained,
             consumed=checkpoint.ranges(self._consumed),
         )
-        return checkpoint.save(
-            self._learner, self._checkpoints, manifest, model_path=self._model_path, keep=self._run.checkpoint.keep
-        )
+        with self._activity.doing(f"a copy for the checkpoint of step {self._learner.version}"):
+            return await self._saving.save(self._learner, manifest)
+
+    async def saved(self) -> int:
+        """Returns when the last checkpoint is durable, or raises what kept it from being written. The number is the
+        step of the oldest that the run may be resumed from: if one is damaged, the one before is used."""
+        await self._saving.written()
+        kept = numbered(self._checkpoints)
+        return kept[0][0] if len(kept) >= min(2, self._run.checkpoint.keep) else 0
 
     def situation(self) -> Situation:
         return self._activity.situation()
 
     async def close(self) -> None:
+        await asyncio.to_thread(self._saving.close)
         self._writer.close()
         self._learner.ranks.leave()
 

@@ -102,6 +102,10 @@ class TrainerGroup(ActorWrapper):
     async def save(self) -> Path:
         return await self._all(lambda rank: rank.save())
 
+    async def saved(self) -> int:
+        """Ranks save together, and `save` returns when all is written."""
+        return await self.ranks[0].saved()
+
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self.ranks), return_exceptions=True)
 

@@ -42,6 +42,9 @@ from asyncrl.buffer.journal import (
     Delivered,
     Dropped,
     Event,
+    Failed,
+    Folded,
+    FoldedGroup,
     Late,
     Limited,
     Renewed,
@@ -51,6 +54,8 @@ from asyncrl.drop_reasons import DropReason
 from asyncrl.types import BufferStatus, LedgerCounts, Slot
 
 NEVER = float("inf")
+RECENT_GROUPS = 1024
+"""Newest groups, at least, whose end is remembered: later than that no sample of them arrives any more."""
 
 
 class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +73,13 @@ class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the run: nothing is admitted that they cannot train on; None for a run without an end."""
     drop_uninformative: bool = False
     """Drop a group whose samples all earned the same reward: its advantages would be zero."""
+    incomplete_min: int = 0
+    """Samples that a group is trained on with at least, if others fail; 0: only whole groups are trained on."""
+
+    @property
+    def needed(self) -> int:
+        """Samples without which a group is dropped."""
+        return min(self.incomplete_min or self.group_size, self.group_size)
 
     @property
     def begun(self) -> Begun:
@@ -83,6 +95,8 @@ class AdmittedGroup(msgspec.Struct):
     deadline: float
     sample_bytes: int
     samples: dict[int, Stored] = msgspec.field(default_factory=dict[int, Stored])
+    failed: dict[int, str] = msgspec.field(default_factory=dict[int, str])
+    """Samples that it is trained on without, with the reason."""
 
     @property
     def uninformative(self) -> bool:
@@ -129,6 +143,7 @@ class Ledger:
         self._latest_expiry = 0
         self._uninformative: set[int] = set()
         self._dropped: dict[int, Dropped] = {}
+        self._failed: dict[Slot, Failed] = {}
         self._late: set[Slot] = set()
         self._due: Counter[int] = Counter()
         self._first_due: int | None = None  # cached by `next_deadline`
@@ -167,10 +182,15 @@ class Ledger:
         return (step - self.step + 1) * self.rules.groups_per_step - len(self.delivered)
 
     def missing(self, group: int) -> tuple[int, ...]:
-        return tuple(i for i in range(self.rules.group_size) if i not in self.waiting[group].samples)
+        waiting = self.waiting[group]
+        return tuple(i for i in range(self.rules.group_size) if i not in waiting.samples and i not in waiting.failed)
 
     def complete(self, group: int) -> bool:
-        return len(self.waiting[group].samples) == self.rules.group_size
+        """It has all the samples that it can still have."""
+        return len(self.waiting[group].samples) == self._expected(self.waiting[group])
+
+    def _expected(self, admitted: AdmittedGroup) -> int:
+        return self.rules.group_size - len(admitted.failed)
 
     @property
     def idle(self) -> bool:
@@ -209,24 +229,33 @@ class Ledger:
             raise ValueError(
                 f"no ticket was issued for {slot}: {self.next_group} groups of {self.rules.group_size} were admitted"
             )
-        if slot.group in self._dropped:
+        if slot.group in self._dropped or slot in self._failed:
             return "dropped"
         group = self.waiting.get(slot.group)
         return "duplicate" if group is None or slot.sample in group.samples else "stored"
 
     def late(self, slot: Slot, tokens: int) -> Late | None:
-        """The record of a sample that arrived after its group was dropped; None for the second time."""
+        """The record of a sample that arrived after it or its group was given up; None for the second time."""
         return None if slot in self._late else Late(slot.group, slot.sample, tokens)
 
-    def overdue(self, now: float) -> list[Dropped]:
-        """Incomplete groups past their deadline."""
+    def failure(self, slot: Slot, reason: str, tokens: int) -> Dropped | Failed:
+        """What the failure of a sample means for its group."""
+        if self._expected(self.waiting[slot.group]) > self.rules.needed:
+            return Failed(slot.group, slot.sample, reason, tokens)
+        return Dropped(slot.group, reason, slot.sample, tokens)
+
+    def overdue(self, now: float) -> list[Dropped | Failed]:
+        """Incomplete groups past their deadline, or what is missing of them if the rest is enough."""
         if now < self.next_deadline:  # called after every append: groups are searched only when one is due
             return []
-        return [
-            Dropped(group, DropReason.TIMEOUT)
-            for group, admitted in self.waiting.items()
-            if admitted.deadline <= now and not self.complete(group)
-        ]
+        found: list[Dropped | Failed] = []
+        for group, admitted in self.waiting.items():
+            if admitted.deadline <= now and not self.complete(group):
+                if len(admitted.samples) >= self.rules.needed:
+                    found += [Failed(group, sample, DropReason.TIMEOUT) for sample in self.missing(group)]
+                else:
+                    found.append(Dropped(group, DropReason.TIMEOUT))
+        return found
 
     def uninformative(self) -> list[Dropped]:
         """Complete groups without a learning signal, where the rules drop them."""
@@ -243,11 +272,11 @@ class Ledger:
     def choice(self, limit: int) -> Choice:
         """The oldest complete groups, at most `limit`, that leave all others trainable in time."""
         stale, chosen, due = list[int](), list[int](), self._due.copy()
-        limit, size = min(limit, self.capacity(self.step)), self.rules.group_size
+        limit = min(limit, self.capacity(self.step))
         for group, admitted in self.waiting.items():
             if len(chosen) >= limit:
                 break
-            if len(admitted.samples) < size:
+            if not self.complete(group):
                 continue
             if self.step - min(sample.oldest for sample in admitted.samples.values()) > self.rules.max_staleness:
                 stale.append(group)
@@ -260,8 +289,38 @@ class Ledger:
 
     # -- the fold ------------------------------------------------------------------------------------------------
 
+    def folded(self, first_sequence: int) -> Folded:
+        """The state between two steps, for `apply` to begin with. Stored samples are not in it: the log has them, from
+        `first_sequence` on."""
+        assert not self.delivered, "in the middle of a step"
+        recent = self._recent()
+        return Folded(
+            begun=self.rules.begun,
+            step=self.step,
+            version=self.version,
+            next_group=self.next_group,
+            bound=self.bound,
+            latest_expiry=self._latest_expiry,
+            sample_bytes=self._sample_bytes,
+            consumed=self._consumed,
+            drops=dict(self._drops),
+            waste=dict(self.waste),
+            waiting=tuple(
+                FoldedGroup(
+                    group, each.version, each.expiry, each.deadline, each.sample_bytes, tuple(each.failed.items())
+                )
+                for group, each in self.waiting.items()
+            ),
+            ended=tuple(end for group, end in self._dropped.items() if group >= recent),
+            late=tuple(sorted((slot.group, slot.sample) for slot in self._late if slot.group >= recent)),
+            first_sequence=first_sequence,
+            failed=tuple(end for slot, end in self._failed.items() if slot.group >= recent),
+        )
+
     def apply(self, event: Event) -> None:
         match event:
+            case Folded():
+                self._begin_with(event) if not self.next_group else self._forget()
             case Begun(max_staleness=bound):
                 self.bound = bound
             case Admitted():
@@ -273,6 +332,8 @@ class Ledger:
                 self._store(event)
             case Dropped():
                 self._drop(event)
+            case Failed():
+                self._fail(event)
             case Late(group, sample, tokens):
                 self._late.add(Slot(group, sample))
                 self.waste[self._reason(group, sample)] += tokens
@@ -284,6 +345,33 @@ class Ledger:
                 self.version = version
             case Limited(staleness):
                 self.bound = staleness
+
+    def _begin_with(self, event: Folded) -> None:
+        """What is stored of the waiting groups comes after it."""
+        self.step, self.version, self.next_group = event.step, event.version, event.next_group
+        self.bound, self._latest_expiry, self._sample_bytes = event.bound, event.latest_expiry, event.sample_bytes
+        self._consumed, self._drops, self.waste = event.consumed, Counter(event.drops), Counter(event.waste)
+        for each in event.waiting:
+            self.waiting[each.group] = admitted = AdmittedGroup(
+                each.version, each.expiry, each.deadline, each.sample_bytes, failed=dict(each.failed)
+            )
+            self._due[each.expiry] += 1
+            self._in_flight += self._expected(admitted)
+            self.bytes += self._held(admitted)
+        self._dropped = {end.group: end for end in event.ended}
+        self._failed = {Slot(end.group, end.sample): end for end in event.failed}
+        self._late = {Slot(*slot) for slot in event.late}
+
+    def _forget(self) -> None:
+        """How groups ended of which nothing arrives any more."""
+        recent = self._recent()
+        self._dropped = {group: end for group, end in self._dropped.items() if group >= recent}
+        self._failed = {slot: end for slot, end in self._failed.items() if slot.group >= recent}
+        self._late = {slot for slot in self._late if slot.group >= recent}
+
+    def _recent(self) -> int:
+        window = max(RECENT_GROUPS, 4 * (self.rules.max_staleness + 1) * self.rules.groups_per_step)
+        return self.next_group - window
 
     def _admit(self, event: Admitted) -> None:
         self._latest_expiry = max(self._latest_expiry, event.version + self.bound)
@@ -302,21 +390,37 @@ class Ledger:
         admitted.samples[event.sample] = event
         self.bytes += event.bytes - admitted.sample_bytes
         self._sample_bytes = max(self._sample_bytes, event.bytes)
-        if self.complete(event.group):
-            self.num_complete += 1
-            if self.rules.drop_uninformative and admitted.uninformative:
-                self._uninformative.add(event.group)
         self._in_flight -= 1
         self._buffered += 1
+        self._note_complete(event.group)
+
+    def _fail(self, event: Failed) -> None:
+        admitted, slot = self.waiting[event.group], Slot(event.group, event.sample)
+        admitted.failed[event.sample] = event.reason
+        self._failed[slot] = event
+        self.bytes -= admitted.sample_bytes
+        self._in_flight -= 1
+        self._drops[event.reason] += 1
+        if event.tokens:
+            self.waste[event.reason] += event.tokens
+            self._late.add(slot)
+        self._note_complete(event.group)
+
+    def _note_complete(self, group: int) -> None:
+        if self.complete(group):
+            self.num_complete += 1
+            if self.rules.drop_uninformative and self.waiting[group].uninformative:
+                self._uninformative.add(group)
 
     def _drop(self, event: Dropped) -> None:
         admitted = self._end_wait(event.group)
         self.bytes -= self._held(admitted)
-        self._in_flight -= self.rules.group_size - len(admitted.samples)
+        self._in_flight -= self._expected(admitted) - len(admitted.samples)
         self._buffered -= len(admitted.samples)
         self._dropped[event.group] = event
         for sample in range(self.rules.group_size):
-            self._drops[self._reason(event.group, sample)] += 1
+            if sample not in admitted.failed:
+                self._drops[self._reason(event.group, sample)] += 1
         for sample, stored in admitted.samples.items():
             self.waste[self._reason(event.group, sample)] += stored.tokens
         if event.sample >= 0:
@@ -327,14 +431,15 @@ class Ledger:
         for group in groups:
             self.delivered[group] = admitted = self._end_wait(group)
             # A pruned segment leaves a consumed group without its samples when the journal is folded again.
-            pruned = self.rules.group_size - len(admitted.samples)
+            pruned = self._expected(admitted) - len(admitted.samples)
             self._in_flight -= pruned
             self._buffered += pruned
 
     def _commit(self, step: int) -> None:
         self.bytes -= sum(self._held(admitted) for admitted in self.delivered.values())
-        self._buffered -= len(self.delivered) * self.rules.group_size
-        self._consumed += len(self.delivered) * self.rules.group_size
+        trained = sum(map(self._expected, self.delivered.values()))
+        self._buffered -= trained
+        self._consumed += trained
         self.delivered = {}
         self.step = step + 1
 
@@ -369,9 +474,11 @@ class Ledger:
         return True
 
     def _held(self, admitted: AdmittedGroup) -> int:
-        missing = self.rules.group_size - len(admitted.samples)
+        missing = self._expected(admitted) - len(admitted.samples)
         return sum(stored.bytes for stored in admitted.samples.values()) + missing * admitted.sample_bytes
 
     def _reason(self, group: int, sample: int) -> str:
+        if (failed := self._failed.get(Slot(group, sample))) is not None:
+            return failed.reason
         end = self._dropped[group]
         return str(end.reason if end.sample in (-1, sample) else DropReason.GROUP_INCOMPLETE)

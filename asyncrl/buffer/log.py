@@ -21,15 +21,13 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
-
-import google_crc32c
+from typing import BinaryIO, NamedTuple
 
 from asyncrl.errors import ConfigError, CorruptSegmentError, StorageError
-
-crc32c = cast(Callable[[int, bytes], int], cast(Any, google_crc32c).extend)  # untyped
+from asyncrl.system.storage import crc32c, sync
 
 FORMAT = 1
 MAX_PAYLOAD = 64 << 20
@@ -236,10 +234,18 @@ class Log:
     def next_sequence(self) -> int:
         return self._next
 
-    def recover(self) -> Iterator[tuple[Location, Frame]]:
-        """Every frame on disk in order, checked; then the log is ready to append."""
+    @property
+    def open_bytes(self) -> int:
+        """Of the file that is written to."""
+        return self._end if self._file >= 0 else 0
+
+    def recover(self, start: int = 0) -> Iterator[tuple[Location, Frame]]:
+        """Every frame on disk in order, checked, from the file that holds sequence `start` on; then the log is ready
+        to append."""
         expected: int | None = None
-        for path in segment_paths(self._directory, self._stem):
+        paths = segment_paths(self._directory, self._stem)
+        first = max((i for i, path in enumerate(paths) if first_sequence(path) <= start), default=0)
+        for path in paths[first:]:
             if self._file >= 0 or expected not in (None, first_sequence(path)):
                 raise CorruptSegmentError(f"{path} does not follow the file before it, which ends at {expected}")
             scan = Scan(path, schema=self._schema, run_id=self._run_id)
@@ -287,17 +293,34 @@ class Log:
         self._path(self._first, OPEN).rename(self._path(self._first, SEALED))
         os.close(self._file)
         self._file = -1
-        sync_directory(self._directory)
+        sync(self._directory)
 
-    def prune(self, before: int) -> list[Path]:
-        """Delete the sealed files that hold only sequences below `before`."""
+    def prune(self, before: int) -> list[tuple[Path, int]]:
+        """Delete the sealed files that hold only sequences below `before`; returns them with their bytes."""
         paths = segment_paths(self._directory, self._stem)
         ends = [*(first_sequence(path) for path in paths[1:]), self._next]
         doomed = [path for path, end in zip(paths, ends, strict=True) if path.suffix == SEALED and end <= before]
-        for path in doomed:
+        found = [(path, path.stat().st_size) for path in doomed]
+        for path in doomed:  # the oldest first: a kill leaves files that follow each other
             path.unlink()
-        sync_directory(self._directory)
-        return doomed
+        if doomed:
+            sync(self._directory)
+        return found
+
+    @property
+    def first_kept(self) -> int:
+        """The first sequence that is still there."""
+        return min(map(first_sequence, segment_paths(self._directory, self._stem)), default=self._next)
+
+    def first_within(self, most: int) -> int:
+        """Where the newest files begin that have at most `most` bytes together."""
+        first = self._next
+        for path in reversed(segment_paths(self._directory, self._stem)):
+            most -= path.stat().st_size
+            if most < 0:
+                break
+            first = first_sequence(path)
+        return first
 
     def _start(self) -> None:
         header = Header(self._schema, self._run_id, self._next).pack()
@@ -314,7 +337,7 @@ class Log:
         self._digest.update(header)
         self._end = HEADER_SIZE
         if self._sync:
-            sync_directory(self._directory)
+            sync(self._directory)
 
     def _take_over(self, scan: Scan) -> None:
         """Go on with the open file of a writer that is gone."""
@@ -369,21 +392,23 @@ def first_sequence(path: Path) -> int:
     return int(number)
 
 
-def sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+LOCK_S = 15.0
+"""A killed process holds its lock until the kernel has taken it apart, which takes longer the more memory it has."""
 
 
 def lock_directory(directory: Path) -> int:
     """Make the directory this process's own; the kernel lets go of it even after kill -9."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"{directory} is in use by another process; end that run, or choose another name") from None
-    return handle
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise ConfigError(
+                    f"{directory} is in use by another process; end that run, or choose another name"
+                ) from None
+        time.sleep(0.05)

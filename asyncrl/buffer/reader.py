@@ -1,5 +1,6 @@
 """Read a buffer's directory from another process, while the run writes or long after it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def read_deliveries(directory: Path) -> dict[int, list[tuple[int, ...]]]:
                 case _:
                     pass
     return dict(sorted(found.items()))
+
+
+def read_failures(directory: Path) -> Counter[int]:
+    """How many samples each group was trained on without, of those that lack any."""
+    found: Counter[int] = Counter()
+    for path in segment_paths(directory, journal.STEM):
+        for frame in _present(Scan(path, schema=journal.SCHEMA_HASH)):
+            match journal.decode(frame.payload):
+                case journal.Failed(group=group):
+                    found[group] += 1
+                case _:
+                    pass
+    return found
 
 
 def read_admissions(directory: Path) -> dict[int, float]:

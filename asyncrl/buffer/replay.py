@@ -14,7 +14,18 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from asyncrl.buffer.journal import Admitted, Advanced, Begun, Committed, Delivered, Dropped, Journal, Record, Stored
+from asyncrl.buffer.journal import (
+    Admitted,
+    Advanced,
+    Begun,
+    Committed,
+    Delivered,
+    Dropped,
+    Folded,
+    Journal,
+    Record,
+    Stored,
+)
 from asyncrl.buffer.ledger import Ledger, LedgerRules
 from asyncrl.buffer.log import Log
 from asyncrl.buffer.payloads import Payloads
@@ -59,18 +70,23 @@ class History(NamedTuple):
     admission to its end, and both are records."""
 
 
-def read_history(journal: Journal, log: Log | None, payloads: Payloads, rules: LedgerRules) -> History:
-    """Everything on disk, checked and indexed; the logs are ready to append after it."""
-    records = journal.recover()
-    _check_rules(records, rules)
+def read_history(journal: Journal, log: Log | None, payloads: Payloads, rules: LedgerRules, step: int) -> History:
+    """What a run needs that is resumed after `step` optimizer steps, checked and indexed; the logs are ready to append
+    after it."""
+    records = journal.recover(step)
+    folded = _beginning(records, rules, step)
     admitted = {record.group: record.version for record in records if isinstance(record, Admitted)}
+    if folded:
+        admitted |= {each.group: each.version for each in folded.waiting}
     stored: dict[int, list[Stored]] = defaultdict(list)
-    for location, frame in log.recover() if log else ():
+    for location, frame in log.recover(folded.first_sequence if folded else 0) if log else ():
         try:
             sample = check(frame.payload)
         except ValueError as error:  # its checksum is right, so whoever wrote it meant it
             raise CorruptSegmentError(f"trajectory {location.sequence} of the log cannot be read: {error}") from None
         if sample.slot.group not in admitted:
+            if folded and sample.slot.group < folded.next_group:
+                continue  # of a group that had ended
             raise CorruptSegmentError(
                 f"the log holds {sample.slot}, which the journal never admitted: its last records are lost, as a power "
                 f"failure can do at durability `process`; start a new run, or use buffer.durability=disk"
@@ -80,18 +96,28 @@ def read_history(journal: Journal, log: Log | None, payloads: Payloads, rules: L
     return History(records, stored)
 
 
-def _check_rules(records: list[Record], rules: LedgerRules) -> None:
-    """The arithmetic of the journal only holds under the rules it was written with. A tighter bound of staleness is a
+def _beginning(records: list[Record], rules: LedgerRules, step: int) -> Folded | None:
+    """The state that the records begin with, if they were pruned or not read from the first on.
+
+    The arithmetic of the journal only holds under the rules it was written with. A tighter bound of staleness is a
     change that it has records for."""
     if not records:
-        return
-    begun = records[0]
+        return None
+    first = records[0]
+    folded = first if isinstance(first, Folded) else None
+    begun = folded.begun if folded else first
     bound = begun.max_staleness if isinstance(begun, Begun) and rules.max_staleness <= begun.max_staleness else -1
     if begun != msgspec.structs.replace(rules.begun, max_staleness=bound):
         raise ConfigError(
             f"the buffer was begun with {begun} and cannot go on with {rules.begun}; resume with the same settings, or "
             "with a lower max_staleness"
         )
+    if folded and folded.step > step:
+        raise CheckpointError(
+            f"the records of the first {folded.step} steps were pruned (buffer.keep), so the run cannot be resumed "
+            f"after {step}: it needs a checkpoint of step {folded.step} or a later one"
+        )
+    return folded
 
 
 # -- writing and repeating ---------------------------------------------------------------------------------------
@@ -106,6 +132,7 @@ class JournaledLedger:
         self._stored: dict[int, list[Stored]] = {}
         self._published = 0
         self._first_of_step: dict[int, int] = {}
+        self._known_from = 0
         self.orphaned = False
         """Whether samples that were in flight at the kill still lack a new ticket."""
 
@@ -118,6 +145,10 @@ class JournaledLedger:
         self._journal.write(*records)
         for record in records:
             self._apply(record)
+        if records and isinstance(records[-1], Committed) and self._journal.is_long:
+            folded = self._ledger.folded(self._payloads.first_sequence(self._payloads.groups()))
+            self._journal.fold(folded)
+            self._apply(folded)
 
     def restore(self, history: History, step: int) -> None:
         """Fold up to the checkpoint after `step` optimizer steps; engines start with that version."""
@@ -149,9 +180,16 @@ class JournaledLedger:
             self.record(Advanced(self._published))
 
     def first_needed(self, step: int) -> int:
-        """The first sequence of the log that a run resumed after `step` optimizer steps needs."""
+        """The first sequence of the log that a run resumed after `step` optimizer steps needs; 0 if that is not known
+        because an older state was left out when the run was opened."""
+        if step < self._known_from:
+            return 0
+        needed = (first for s, first in self._first_of_step.items() if s >= step)
+        return min([self._payloads.first_sequence(self._payloads.groups()), *needed])
+
+    def forget(self, step: int) -> None:
+        """`first_needed` is not asked about the steps before `step` any more."""
         self._first_of_step = {s: first for s, first in self._first_of_step.items() if s >= step}
-        return min([self._payloads.first_sequence(self._payloads.groups()), *self._first_of_step.values()])
 
     def _follow(self) -> None:
         record = self._script.popleft()
@@ -168,10 +206,18 @@ class JournaledLedger:
                 self._payloads.forget(group)
         elif isinstance(record, Dropped):
             self._payloads.forget(record.group)
+        elif isinstance(record, Folded) and not self._ledger.next_group:
+            self._known_from = record.step
         self._ledger.apply(record)
         if isinstance(record, Admitted):
-            for stored in self._stored.pop(record.group, ()):
-                self._ledger.apply(stored)
+            self._apply_stored(record.group)
+        elif isinstance(record, Folded):
+            for each in record.waiting:
+                self._apply_stored(each.group)
+
+    def _apply_stored(self, group: int) -> None:
+        for stored in self._stored.pop(group, ()):
+            self._ledger.apply(stored)
 
     def _catch_up(self) -> None:
         while self._script and not isinstance(self._script[0], Delivered | Committed):

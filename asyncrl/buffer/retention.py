@@ -1,12 +1,19 @@
-"""Durable positions of the consumers of a log. A segment may go only when every one of them is past it."""
+"""What may go: durable positions of the consumers of a log, and what was pruned behind them.
+
+A segment is deleted only when every consumer is past it, and only if `buffer.keep` does not keep it.
+"""
 
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from asyncrl.buffer.log import sync_directory
+from asyncrl.buffer import journal, payloads
+from asyncrl.buffer.journal import Folded, first_record
+from asyncrl.buffer.log import first_sequence, segment_paths
+from asyncrl.system.storage import sync
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -32,7 +39,7 @@ class Cursors:
         finally:
             os.close(handle)
         fresh.rename(path)
-        sync_directory(self._directory)
+        sync(self._directory)
 
     def lowest(self) -> int:
         """The first sequence that some consumer still needs; 0 while there is no consumer."""
@@ -40,3 +47,32 @@ class Cursors:
 
     def _paths(self) -> list[Path]:
         return sorted(self._directory.glob("cursor.*"))
+
+
+class Pruning(NamedTuple):
+    """Files that were deleted at one time."""
+
+    files: list[str] = []  # noqa: RUF012  (nobody changes it)
+    bytes: int = 0
+
+
+class Pruned(NamedTuple):
+    """What a directory does not have any more."""
+
+    trajectories: int
+    steps: int
+    """Of which the journal has no records."""
+
+    def __bool__(self) -> bool:
+        return bool(self.trajectories or self.steps)
+
+    def __str__(self) -> str:
+        return f"the first {self.trajectories} trajectories and the records of the first {self.steps} steps were pruned"
+
+
+def read_pruned(directory: Path) -> Pruned:
+    """From the first file of each log: a sequence number counts the frames before it."""
+    logs = segment_paths(directory, payloads.STEM)
+    journals = segment_paths(directory, journal.STEM)
+    first = first_record(journals[0]) if journals else None
+    return Pruned(first_sequence(logs[0]) if logs else 0, first.step if isinstance(first, Folded) else 0)

@@ -18,12 +18,12 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from asyncrl.buffer.journal import Admitted, Committed, Delivered, Dropped, Journal, Limited, Renewed
+from asyncrl.buffer.journal import FILE_BYTES, Admitted, Committed, Delivered, Dropped, Journal, Limited, Renewed
 from asyncrl.buffer.ledger import NEVER, Ledger, LedgerRules, Refusal
 from asyncrl.buffer.log import lock_directory
 from asyncrl.buffer.payloads import Payloads, open_log
 from asyncrl.buffer.replay import JournaledLedger, Sample, check, read_history
-from asyncrl.buffer.retention import Cursors
+from asyncrl.buffer.retention import Cursors, Pruning
 from asyncrl.config import Buffer
 from asyncrl.drop_reasons import DropReason, find
 from asyncrl.errors import ConfigError
@@ -52,9 +52,11 @@ class TrajectoryBuffer:
         sample_bytes: int = SAMPLE_BYTES,
         max_ready: int = 0,
         drop_uninformative: bool = False,
+        incomplete_min: int = 0,
+        journal_bytes: int = FILE_BYTES,
     ) -> None:
         """`restore_step`: optimizer steps in the checkpoint that is resumed from; engines are expected to start with
-        that version. `max_ready`: see `limit`. For the others see `LedgerRules`."""
+        that version. `max_ready`: see `limit`. `journal_bytes`: see `journal`. For the others see `LedgerRules`."""
         self._rules = LedgerRules(
             group_size=group_size,
             groups_per_step=groups_per_step,
@@ -64,13 +66,16 @@ class TrajectoryBuffer:
             sample_bytes=sample_bytes,
             total_steps=total_steps,
             drop_uninformative=drop_uninformative,
+            incomplete_min=incomplete_min,
         )
         self._max_ready = max_ready
+        self._oldest_checkpoint = 0
         self._directory = directory
         home = None if settings.durability == "memory" else directory
         self._lock = lock_directory(home) if home else None
         self._log = open_log(home, run_id, settings) if home else None
-        self._journal = Journal(home, run_id=run_id, sync=settings.durability == "disk")
+        self._journal = Journal(home, run_id=run_id, sync=settings.durability == "disk", file_bytes=journal_bytes)
+        self._settings = settings
         self._payloads = Payloads(self._log)
         self._ledger = Ledger(self._rules)
         self._journaled = JournaledLedger(self._ledger, self._journal, self._payloads)
@@ -126,26 +131,28 @@ class TrajectoryBuffer:
         return receipts
 
     def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
-        """End a slot without a trajectory, and with it its group: siblings alone cannot be trained on."""
+        """End a slot without a trajectory, and with it its group, unless the others are enough to be trained on."""
         self._require_live("fail")
         if find(reason) is None:  # it would be in the journal for ever, and nobody could look it up
             raise ValueError(f"{reason!r} is no reason for a drop: use DropReason, or stage_reason(name)")
         status = self._ledger.status(slot)
         if status == "stored":
-            self._journaled.record(Dropped(slot.group, reason, slot.sample, tokens))
+            self._journaled.record(self._ledger.failure(slot, reason, tokens))
         elif status == "dropped":
             self._waste(slot, tokens)
         return Receipt(slot, "duplicate" if status == "duplicate" else "dropped")
 
     def expire(self, now: float) -> tuple[int, ...]:
-        """Drop groups past their deadline, and complete ones that are uninformative; returns which."""
+        """Drop groups past their deadline, or what is missing of them, and complete groups that are uninformative;
+        returns which."""
         if self.replaying:
             return ()
         # Until `reissue` sets new deadlines, those of incomplete groups are the killed run's.
         overdue = [] if self._journaled.orphaned else self._ledger.overdue(now)
-        ended = [*overdue, *self._ledger.uninformative()]
-        self._journaled.record(*ended)
-        return tuple(drop.group for drop in ended)
+        self._journaled.record(*overdue)
+        uninformative = self._ledger.uninformative()
+        self._journaled.record(*uninformative)
+        return tuple(dict.fromkeys(record.group for record in (*overdue, *uninformative)))
 
     def awaits(self, slot: Slot) -> bool:
         """Whether a trajectory for it would be stored."""
@@ -191,8 +198,13 @@ class TrajectoryBuffer:
 
     def read(self, delivery: Delivery) -> list[bytes]:
         """The payloads of a delivery that is not yet committed, by group and sample."""
-        samples = range(self._rules.group_size)
-        return [self._payloads.get(Slot(group, sample)) for group in delivery.groups for sample in samples]
+        delivered, samples = self._ledger.delivered, range(self._rules.group_size)
+        return [
+            self._payloads.get(Slot(group, sample))
+            for group in delivery.groups
+            for sample in samples
+            if group not in delivered or sample not in delivered[group].failed
+        ]
 
     def commit(self, step: int) -> None:
         """The optimizer has taken `step`: its groups are consumed. Repeating it is harmless."""
@@ -250,17 +262,33 @@ class TrajectoryBuffer:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def checkpointed(self, step: int) -> None:
-        """A checkpoint after `step` optimizer steps is durable: move the trainer's cursor to what it still needs."""
-        self.move_cursor(TRAINER, self._journaled.first_needed(step))
+        """The oldest checkpoint that the run may be resumed from has `step` optimizer steps: move the trainer's cursor
+        to what it needs, and never back."""
+        self._oldest_checkpoint = step
+        if (needed := self._journaled.first_needed(step)) > Cursors(self._directory).all().get(TRAINER, -1):
+            self.move_cursor(TRAINER, needed)
 
     def move_cursor(self, consumer: str, sequence: int) -> None:
         """Note durably that `consumer` needs nothing before `sequence`."""
         if self._log:
             Cursors(self._directory).move(consumer, sequence)
 
-    def prune(self) -> list[str]:
-        """Delete the sealed trajectory files that every consumer's durable cursor is past; returns their names."""
-        return [path.name for path in self._log.prune(Cursors(self._directory).lowest())] if self._log else []
+    def prune(self) -> Pruning:
+        """Delete what `buffer.keep` does not keep: sealed trajectory files that every consumer's durable cursor is
+        past, then files of the journal that only tell of such."""
+        if not self._log or self._settings.keep == "all":
+            return Pruning()
+        oldest, limit = self._oldest_checkpoint, Cursors(self._directory).lowest()
+        if (steps := self._settings.kept_steps) is not None:
+            oldest = max(min(oldest, self._ledger.step - steps), 0)
+            limit = min(limit, self._journaled.first_needed(oldest))
+        if (most := self._settings.kept_bytes) is not None:
+            limit = min(limit, self._log.first_within(most))
+        self._journaled.forget(oldest)
+        found = self._log.prune(limit)
+        begins = self._log.first_kept
+        found += self._journal.prune(lambda folded: folded.step <= oldest and folded.first_sequence <= begins)
+        return Pruning([path.name for path, _ in found], sum(size for _, size in found))
 
     def close(self) -> None:
         """Seal the files and unlock the directory; idempotent."""
@@ -283,7 +311,7 @@ class TrajectoryBuffer:
             self._journaled.record(late)
 
     def _restore(self, step: int | None) -> None:
-        history = read_history(self._journal, self._log, self._payloads, self._rules)
+        history = read_history(self._journal, self._log, self._payloads, self._rules, step or 0)
         if not history.records:
             history.records.append(self._rules.begun)
             self._journal.write(*history.records)

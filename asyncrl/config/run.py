@@ -4,6 +4,7 @@ YAML holds only what differs from these defaults. Numbers that follow from other
 settings that could disagree.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -124,6 +125,10 @@ class Flow(Settings, frozen=True):
     few as it needs in order not to wait; 0: as many as `max_staleness` allows."""
     group_timeout_s: AboveZero = 300.0
     """A group not complete after this is dropped and counted."""
+    incomplete: Literal["drop", "train_rest"] = "drop"
+    """A group of which a sample fails, or is not finished in time: drop all of it, or train on the others."""
+    incomplete_min: Positive = 2
+    """With `train_rest`: samples that must be left, else the group is dropped."""
     stall_timeout_s: AboveZero = 600.0
     """No progress for this long ends the run with a diagnosis."""
 
@@ -151,6 +156,25 @@ class Buffer(Settings, frozen=True):
     max_bytes: Positive = 1 << 30
     """Bytes of trajectories admitted but not yet consumed; admission waits above it."""
     segment_bytes: Positive = 64 << 20
+    keep: str = "all"
+    """Trajectories that stay after they were trained on: `all`, those of the last steps (`steps:100`), or so many bytes
+    (`bytes:50000000000`). What a checkpoint needs always stays."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"all|(steps|bytes):[1-9]\d*", self.keep):
+            raise ValueError(f"keep={self.keep!r} must be all, steps:N or bytes:N, such as steps:100")
+
+    @property
+    def kept_steps(self) -> int | None:
+        return self._kept("steps")
+
+    @property
+    def kept_bytes(self) -> int | None:
+        return self._kept("bytes")
+
+    def _kept(self, unit: str) -> int | None:
+        name, _, number = self.keep.partition(":")
+        return int(number) if name == unit else None
 
 
 NAME_BYTES = 64
@@ -167,6 +191,13 @@ class Recovery(Settings, frozen=True):
     """For an engine to come back."""
     grace_s: AboveZero = 30.0
     """For the run to write a checkpoint and end after SIGTERM or SIGINT; then its process is ended."""
+
+
+class EventLog(Settings, frozen=True):
+    """`events.jsonl` of a run."""
+
+    max_bytes: Positive = 256 << 20
+    """Above it the older half of the spans and other events of each step is deleted; the rest stays."""
 
 
 class Checkpoints(Settings, frozen=True):
@@ -224,6 +255,7 @@ class Run(Settings, frozen=True):
     recovery: Recovery = Recovery()
     buffer: Buffer = Buffer()
     checkpoint: Checkpoints = Checkpoints()
+    events: EventLog = EventLog()
     evaluation: Evaluation = Evaluation()
     trackers: tuple[TrackerName, ...] = ()
     """Where figures go besides the run's directory."""
@@ -291,6 +323,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
             f"flow.max_ready_groups={run.flow.max_ready_groups} is less than flow.groups_per_take="
             f"{run.flow.groups_per_take}: the trainer would wait forever; raise it, or set auto, or 0 for no such limit"
         )
+    _check_incomplete(run)
     if run.algorithm.dynamic_sampling and run.rollout.group_size == 1:
         raise ConfigError(
             "algorithm.dynamic_sampling=true drops groups of equal rewards, and with rollout.group_size=1 that is "
@@ -318,6 +351,22 @@ def check(run: Run, *, recorded: bool = False) -> None:
     if len(run.name.encode()) > NAME_BYTES:
         raise ConfigError(
             f"name={run.name} has {len(run.name.encode())} bytes; files of a run name it with {NAME_BYTES}"
+        )
+
+
+def _check_incomplete(run: Run) -> None:
+    least, size = run.flow.incomplete_min, run.rollout.group_size
+    if run.flow.incomplete == "drop":
+        return
+    if least > size:
+        raise ConfigError(
+            f"flow.incomplete_min={least} is more than rollout.group_size={size}, so every group that lacks a sample "
+            f"would be dropped; lower flow.incomplete_min, or set flow.incomplete=drop"
+        )
+    if least < 2 and run.algorithm.compares_within_group:
+        raise ConfigError(
+            f"flow.incomplete_min={least} leaves algorithm={run.algorithm.kind} groups of one sample, with nothing to "
+            "compare it with; set flow.incomplete_min=2 or more"
         )
 
 

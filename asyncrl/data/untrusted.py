@@ -62,7 +62,7 @@ def read_table(path: Path) -> Any:
     from pyarrow import parquet  # slow to import, and many who could read a table do not
 
     try:
-        with cast(Any, parquet).ParquetFile(path) as file:
+        with cast(Any, parquet).ParquetFile(path, page_checksum_verification=True) as file:
             _check_columns(file, path)
             table = file.read()
         table.validate(full=True)

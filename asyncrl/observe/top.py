@@ -1,5 +1,6 @@
 """A snapshot of a run from its directory: what `asyncrl top` draws. Files are read incrementally."""
 
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -27,7 +28,10 @@ RATE_S = 30.0
 START_S = 900.0
 """A run without actors and without events for so long will not start any more."""
 EVENTS = 8
-QUIET = ("wait_batch", "train", "wait_sync", "update", "publish", "checkpoint", "environment", "off_policy")
+QUIET = (
+    *("wait_batch", "train", "wait_sync", "update", "publish"),
+    *("checkpoint", "checkpoint_written", "environment", "off_policy"),
+)
 """What happens in every step is no news."""
 
 
@@ -90,6 +94,7 @@ class Watch:
         self._step = 0
         self._held_out: float | None = None
         self._begun = self._last_event = 0.0
+        self._events_file = 0
         self._news: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self._completions: deque[Row] = deque(maxlen=COMPLETIONS)
         self._tail: Tail | None = None
@@ -124,6 +129,9 @@ class Watch:
         if not self._directory.events.exists():
             return
         with self._directory.events.open("rb") as file:
+            if (number := os.fstat(file.fileno()).st_ino) != self._events_file:  # the first, or an older half is gone
+                self._events_file, self._read_to = number, 0
+                self._news.clear()
             file.seek(self._read_to)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
@@ -131,7 +139,7 @@ class Watch:
         for line in whole.splitlines():
             try:
                 event = msgspec.json.decode(line)
-            except msgspec.DecodeError:  # torn by a kill, and written on after it
+            except (msgspec.DecodeError, UnicodeDecodeError):  # torn by a kill, and written on after it
                 continue
             self._take(event)
 

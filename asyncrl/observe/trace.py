@@ -24,12 +24,13 @@ PER_COMPLETION, PER_STEP = 5, 6
 """Events that are made of a completion, and of a step's metrics."""
 RUN, TRAINER, FIRST_ENGINE = 1, 2, 10
 """Numbers of processes."""
-TRAINS, PUBLISHES, EVALUATES = 1, 2, 3
+TRAINS, PUBLISHES, EVALUATES, WRITES = 1, 2, 3, 4
 """Threads of the trainer."""
 THREAD_OF = {
     **dict.fromkeys(("train", "update", "wait_batch", "wait_sync", "checkpoint"), TRAINS),
     "publish": PUBLISHES,
     "evaluation": EVALUATES,
+    "checkpoint_written": WRITES,
 }
 COMPLETIONS, FINISHED = 1, 2
 """Threads of an engine."""
@@ -55,7 +56,8 @@ SPANS_SQL = """
 """
 MOMENTS_SQL = """
     SELECT time + coalesce(seconds, 0), kind, engine, version, text FROM events
-    WHERE (seconds IS NULL OR kind NOT IN ('train', 'update', 'wait_batch', 'wait_sync', 'checkpoint', 'evaluation'))
+    WHERE (seconds IS NULL OR kind NOT IN
+            ('train', 'update', 'wait_batch', 'wait_sync', 'checkpoint', 'checkpoint_written', 'evaluation'))
         AND time >= $first ORDER BY 1
 """
 COUNTERS_SQL = """
@@ -110,7 +112,8 @@ class Trace:
 
     def events(self) -> Iterator[Event]:
         yield from _process(RUN, "run", {1: "events"})
-        yield from _process(TRAINER, "trainer", {TRAINS: "trains", PUBLISHES: "publishes", EVALUATES: "evaluates"})
+        threads = {TRAINS: "trains", PUBLISHES: "publishes", EVALUATES: "evaluates", WRITES: "writes checkpoints"}
+        yield from _process(TRAINER, "trainer", threads)
         for name, process in self._engines.items():
             yield from _process(process, name, {COMPLETIONS: "completions", FINISHED: "finished"})
         yield from _in_order(

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,24 @@ STATES = {
     psutil.STATUS_ZOMBIE: "ended",
     psutil.STATUS_DEAD: "ended",
 }
+CGROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where a container's memory limit, its use and the part of it that is cached files are read: cgroups 2, then 1."""
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping, here and within the limit of the container."""
+    return min([psutil.virtual_memory().available, *_left_in_container(Path("/sys/fs/cgroup"))])
+
+
+def _left_in_container(root: Path) -> Iterator[int]:
+    for folder, limit, usage, cached in CGROUPS:
+        with suppress(OSError, ValueError, KeyError):  # another version of cgroups, or `max`: no limit
+            most, used = (int((root / folder / name).read_text()) for name in (limit, usage))
+            parts = dict(line.split() for line in (root / folder / "memory.stat").read_text().splitlines())
+            yield max(most - used + int(parts[cached]), 0)
 
 
 @cache

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.system.storage import storing
 
 OWNER_ONLY = 0o077
 """The umask of every process of a run: completions, rewards and weights are private."""
@@ -85,18 +86,36 @@ def replace(path: Path, content: bytes) -> None:
     """Write beside the target and rename, so a reader sees the old file or the new one, never half of it."""
     scratch = path.with_name(f".{path.name}.partial")
     scratch.unlink(missing_ok=True)  # a link that somebody put there would be followed
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    scratch.replace(path)
+    with storing(path):
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        scratch.replace(path)
+
+
+EVERY_STEP = frozenset(
+    ("wait_batch", "train", "wait_sync", "update", "publish", "checkpoint", "checkpoint_written", "off_policy")
+)
+"""Kinds of events that a run writes again and again; of these, old ones may go."""
 
 
 class Events:
-    """Spans and state changes, one JSON object a line, flushed at once: what is written survives kill -9."""
+    """Spans and state changes, one JSON object a line, flushed at once: what is written survives kill -9.
 
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    Above `max_bytes` the file is replaced by one without the older half of the events of `EVERY_STEP`. All others stay,
+    unless they alone take half of it: then the oldest go, too.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._open()
+
+    def _open(self) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
+        self._size = os.fstat(descriptor).st_size
+        if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":  # a line that a kill tore
+            self._put(b"\n")
 
     def write(self, kind: str, *, start: float | None = None, **fields: Any) -> None:
         """A span when `start` is given, which lasts until now; otherwise an instant."""
@@ -104,10 +123,45 @@ class Events:
         event: dict[str, Any] = {"kind": kind, "time": start if start is not None else now}
         if start is not None:
             event["seconds"] = now - start
-        self._file.write(msgspec.json.encode(event | fields) + b"\n")
+        self._put(msgspec.json.encode(event | fields) + b"\n")
+        if self._size > self._max_bytes:
+            self._thin()
+
+    def _put(self, line: bytes) -> None:
+        self._size += len(line)
+        with storing(self._path):
+            while line:  # a disk that is nearly full takes a part, and gives its reason at the next try
+                line = line[self._file.write(line) :]
+
+    def _thin(self) -> None:
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        often = [_kind(line) in EVERY_STEP for line in lines]
+        kept = _newest(lines, [not each for each in often], self._max_bytes // 2)
+        kept |= _newest(lines, often, self._max_bytes // 2 - sum(len(lines[i]) for i in kept))
+        gone = {"kind": "events_pruned", "time": time.time(), "lines": len(lines) - len(kept)}
+        replace(self._path, b"".join([*(lines[i] for i in sorted(kept)), msgspec.json.encode(gone) + b"\n"]))
+        self._file.close()
+        self._open()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _newest(lines: Sequence[bytes], wanted: Sequence[bool], most: int) -> set[int]:
+    """Which of the wanted lines to keep, so that they have at most so many bytes."""
+    kept: set[int] = set()
+    for number in range(len(lines) - 1, -1, -1):
+        if wanted[number]:
+            most -= len(lines[number])
+            if most < 0:
+                break
+            kept.add(number)
+    return kept
+
+
+def _kind(line: bytes) -> str:
+    """Of an event; it is the first field."""
+    return line[: line.find(b",")].removeprefix(b'{"kind":"').rstrip(b'"').decode(errors="replace")
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -118,6 +172,6 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n"):
         try:
             events.append(msgspec.json.decode(line))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return events

@@ -2,7 +2,8 @@
 
 `checkpoints/step-N/` is written beside its final name, synced, and renamed: it is either whole or absent. Everything
 is safetensors or JSON, nothing is pickled. The consumed groups stand in the same manifest as the optimizer state, so
-a resumed run trains on each group exactly once.
+a resumed run trains on each group exactly once. `snapshot` copies what is to be saved, and `background_save`
+writes the copy while training goes on.
 
 Of several ranks each writes files of its own, of about as many bytes, and reads its part of whatever files there are: a
 checkpoint can be continued with any number of ranks. Tensors are gathered one after the other and kept, whole, by the
@@ -14,49 +15,37 @@ Not by torch.distributed.checkpoint, which pickles its metadata and whose files 
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncrl.config.trainer import Lora
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, StorageError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import save_config, save_model
 from asyncrl.models.files import INDEX, weight_files
 from asyncrl.models.names import cut
+from asyncrl.models.policy import PolicyModel
+from asyncrl.system.storage import storing, sync
 from asyncrl.training.adamw import HALF, AdamW
+from asyncrl.training.checkpoint_manifest import TrainingManifest, numbered, read_manifest, write_manifest
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import TensorFiles, read_parts, read_rows
 from asyncrl.training.learner import Learner
+from asyncrl.training.memory import FLOAT
 
-MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
 CRITIC = "critic.safetensors"
 ADAPTERS = "adapter"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT_BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-
-
-class TrainingManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the checkpoint contains."""
-
-    step: int
-    """Optimizer steps taken; also the policy version of the weights."""
-    samples_trained: int
-    consumed: tuple[tuple[int, int], ...]
-    """Group ids trained on, as inclusive ranges."""
-    least_drift: float | None = None
-    """What `Caution` has seen, put in by `save`; None: nothing yet, or an older checkpoint."""
-    momentum_ages: float = 0.0
-    """`Momentum.ages`, put in by `save`."""
 
 
 def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -72,54 +61,125 @@ def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+class Snapshot(NamedTuple):
+    """What one rank saves: copies, or the learner's own tensors while it waits."""
+
+    model: PolicyModel
+    """For its config only."""
+    manifest: TrainingManifest
+    weights: Iterable[tuple[str, Tensor]]
+    optimizer: dict[str, Tensor]
+    critic: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+    lora: Lora
+
+    def write(self, directory: Path, model_path: Path, keep: int) -> Path:
+        """Write `step-N` under `directory` and delete all but the `keep` newest."""
+        scratch = _scratch(directory, self.manifest.step)
+        with storing(scratch):
+            _begin(scratch)
+            save_model(self.model, scratch, self.weights)
+            save_file(self.optimizer, scratch / OPTIMIZER)
+            if self.critic:
+                save_file(self.critic, scratch / CRITIC)
+            if self.adapters:
+                _write_adapters(self.adapters, scratch, self.lora, model_path)
+            return _complete(scratch, self.manifest, model_path, keep)
+
+
 def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model_path: Path, keep: int) -> Path:
     """Write `step-N` under `directory` and delete all but the `keep` newest. Every rank has to call it."""
-    ranks = learner.ranks
-    final = directory / f"step-{manifest.step}"
-    scratch = directory / f".step-{manifest.step}.partial"
+    if learner.ranks.world == 1:
+        return snapshot(learner, manifest, copy=False).write(directory, model_path, keep)
+    return _save_ranks(learner, directory, _filled(manifest, learner), model_path, keep)
+
+
+def snapshot(learner: Learner, manifest: TrainingManifest, *, copy: bool) -> Snapshot:
+    """Of a learner of one rank. Without `copy` it has to be written before the next step."""
+    learner.settle()
+    critic: dict[str, Tensor] = {}
+    if (own := learner.critic) is not None:
+        critic = dict(own.named_parameters()) | _optimizer_tensors(own, own.optimizer)
+    weights, optimizer = learner.tensors(), _optimizer_tensors(learner.model, learner.optimizer)
+    return Snapshot(
+        model=learner.model,
+        manifest=_filled(manifest, learner),
+        weights=list(_copies(weights)) if copy else weights,
+        optimizer=dict(_copies(optimizer.items())) if copy else optimizer,
+        critic=dict(_copies(critic.items())) if copy else critic,
+        adapters=_adapters(learner),  # few, and gathered into tensors of their own
+        lora=learner.lora,
+    )
+
+
+def snapshot_bytes(learner: Learner) -> int:
+    """Of host memory that a copy takes."""
+    modules: list[tuple[nn.Module, torch.optim.Optimizer]] = [(learner.model, learner.optimizer)]
+    if learner.critic is not None:
+        modules.append((learner.critic, learner.critic.optimizer))
+    weights = sum(FLOAT * parameter.numel() for module, _ in modules for parameter in module.parameters())
+    moments = (tensor for pair in modules for tensor in _optimizer_tensors(*pair).values())
+    return weights + sum(tensor.nbytes for tensor in moments)
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor.detach().to("cpu", copy=True)
+
+
+def _filled(manifest: TrainingManifest, learner: Learner) -> TrainingManifest:
+    seen = learner.caution.least
+    seen = seen if math.isfinite(seen) else None
+    return msgspec.structs.replace(manifest, least_drift=seen, momentum_ages=learner.momentum.ages)
+
+
+def _save_ranks(learner: Learner, directory: Path, manifest: TrainingManifest, model_path: Path, keep: int) -> Path:
+    """All ranks together; they wait for each other, so nothing is trained meanwhile."""
+    ranks, scratch = learner.ranks, _scratch(directory, manifest.step)
     learner.settle()
     if ranks.rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        _begin(scratch)
     ranks.fence()
-    if ranks.world > 1:
-        _write_shards(learner, scratch)
-    else:
-        _write(learner, scratch)
-    if learner.lora.rank:
-        _save_adapters(learner, scratch, learner.lora, model_path)
+    _write_shards(learner, scratch)
+    adapters = _adapters(learner)
     if ranks.rank == 0:
-        seen = learner.caution.least
-        seen = seen if math.isfinite(seen) else None
-        manifest = msgspec.structs.replace(manifest, least_drift=seen, momentum_ages=learner.momentum.ages)
-        _complete(scratch, final, manifest, model_path)
-        _forget(directory, keep)
+        with storing(scratch):
+            if adapters:
+                _write_adapters(adapters, scratch, learner.lora, model_path)
+            _complete(scratch, manifest, model_path, keep)
     ranks.fence()
-    return final
+    return directory / f"step-{manifest.step}"
 
 
-def _write(learner: Learner, scratch: Path) -> None:
-    save_model(learner.model, scratch, learner.tensors())
-    save_file(_optimizer_tensors(learner.model, learner.optimizer), scratch / OPTIMIZER)
-    if learner.critic is not None:
-        critic = dict(learner.critic.named_parameters()) | _optimizer_tensors(learner.critic, learner.critic.optimizer)
-        save_file(critic, scratch / CRITIC)
+def _scratch(directory: Path, step: int) -> Path:
+    return directory / f".step-{step}.partial"
+
+
+def _begin(scratch: Path) -> None:
+    for left in scratch.parent.glob(".step-*.partial"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    scratch.mkdir(parents=True)
 
 
 def _write_shards(learner: Learner, directory: Path) -> None:
-    """This rank's files; CheckpointError, on every rank, if one cannot write its own."""
-    ranks, problem = learner.ranks, ""
+    """This rank's files; StorageError, on every rank, if one cannot write its own."""
+    ranks, problem = learner.ranks, b""
     for stem, tensors in _shard_files(learner):
+        path = directory / _name(stem, ranks.rank, ranks.world)
         try:
-            save_file(tensors, directory / _name(stem, ranks.rank, ranks.world), metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            problem = f"rank {ranks.rank} cannot write into {directory}: {error}"
+            with storing(path):
+                save_file(tensors, path, metadata={"format": "pt"})
+        except StorageError as error:
+            problem = msgspec.json.encode((ranks.rank, error.errno, error.strerror))
     if ranks.rank == 0:
         save_config(learner.model, directory, torch.float32)
         files = {name: _name("model", rank, ranks.world) for name, rank in _weight_owners(learner).items()}
         (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
-    if problems := [found.decode() for found in ranks.exchange(problem.encode()) if found]:
-        raise CheckpointError(f"{problems[0]}; the disk must have room, and every machine of the trainer must see it")
+    if problems := [found for found in ranks.exchange(problem) if found]:
+        rank, number, reason = msgspec.json.decode(problems[0], type=tuple[int, int, str])
+        raise StorageError(
+            number, f"rank {rank} cannot write: {reason}; every machine of the trainer must see it", str(directory)
+        )
 
 
 def _name(stem: str, rank: int, world: int) -> str:
@@ -180,60 +240,50 @@ def _owners(module: nn.Module, world: int) -> dict[str, int]:
     return found
 
 
-def _save_adapters(learner: Learner, directory: Path, settings: Lora, base: Path) -> None:
-    """Every rank has to call it; the first one writes."""
+def _adapters(learner: Learner) -> dict[str, Tensor]:
+    """In peft's names, none without LoRA; every rank has to call it."""
     found: dict[str, Tensor] = {}
-    for own, parts in lora.adapter_parts(learner.model):
-        whole = learner.ranks.whole(learner.model.get_parameter(own).detach()).cpu()
+    for own, parts in lora.adapter_parts(learner.model) if learner.lora.rank else ():
+        whole = learner.ranks.whole(learner.model.get_parameter(own).detach()).to("cpu", copy=True)
         found |= {lora.PEFT_PREFIX + name: tensor.contiguous() for name, tensor in cut(whole, parts)}
-    if learner.ranks.rank == 0:
-        folder = directory / ADAPTERS
-        folder.mkdir()
-        save_file(found, folder / lora.WEIGHTS, metadata={"format": "pt"})
-        (folder / lora.CONFIG).write_text(lora.peft_config(settings, base))
+    return found
 
 
-def _complete(scratch: Path, final: Path, manifest: TrainingManifest, model_path: Path) -> None:
+def _write_adapters(tensors: dict[str, Tensor], directory: Path, settings: Lora, base: Path) -> None:
+    folder = directory / ADAPTERS
+    folder.mkdir()
+    save_file(tensors, folder / lora.WEIGHTS, metadata={"format": "pt"})
+    (folder / lora.CONFIG).write_text(lora.peft_config(settings, base))
+
+
+def _complete(scratch: Path, manifest: TrainingManifest, model_path: Path, keep: int) -> Path:
     for name in KEPT_BESIDE_WEIGHTS:
         if (model_path / name).is_file():
             shutil.copyfile(model_path / name, scratch / name)
-    (scratch / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    for path in scratch.rglob("*"):
-        _sync(path)
-    _sync(scratch)
+    write_manifest(manifest, scratch)
+    final = scratch.with_name(f"step-{manifest.step}")
     if final.exists():  # a resumed run reached this step again
-        shutil.rmtree(final)
+        _set_aside(final)
     scratch.rename(final)
-    _sync(final.parent)
-
-
-def _forget(directory: Path, keep: int) -> None:
-    for _, old in numbered(directory)[:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f".{old.name}.old")))  # renamed: half of one must not look whole
-    for left in directory.glob(".step-*.old"):
+    sync(final.parent)
+    for _, old in numbered(final.parent)[:-keep]:
+        _set_aside(old)
+    for left in final.parent.glob(".step-*.old"):
         shutil.rmtree(left, ignore_errors=True)
+    return final
 
 
-def numbered(directory: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints, oldest first."""
-    found = [(int(path.name.removeprefix("step-")), path) for path in directory.glob("step-*") if path.is_dir()]
-    return sorted(found)
+def _set_aside(checkpoint: Path) -> None:
+    """To be deleted; under another name, because half of one must not look whole."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """By Hugging Face name, from as many files as there are."""
     files = TensorFiles(weight_files(checkpoint))
     return {name: files.tensor(name) for name in files.names}
-
-
-def read_manifest(checkpoint: Path) -> TrainingManifest:
-    path = checkpoint / MANIFEST
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=TrainingManifest)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); remove {checkpoint} to resume from the one before"
-        ) from None
 
 
 def restore(learner: Learner, checkpoint: Path) -> TrainingManifest:
@@ -316,11 +366,3 @@ def _shaped(moment: Tensor, parameter: nn.Parameter) -> Tensor:
         if moment.shape[:1] == (parameter.numel(),) and moment.is_floating_point()
         else moment
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from asyncrl.buffer.retention import read_pruned
 from asyncrl.drop_reasons import describe
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.observe.audit.audit import Audit, audit
+from asyncrl.observe.audit.evidence import DamageError
+from asyncrl.observe.audit.records import check_events, check_metrics
 from asyncrl.system.run_directory import RunDirectory, read_events
-from asyncrl.training.checkpoint import TrainingManifest, numbered, read_manifest
+from asyncrl.training.checkpoint_manifest import damage, numbered, read_manifest
 from asyncrl.types import LedgerCounts
 from pipelines.compose import from_yaml
 
@@ -22,19 +25,17 @@ def check(path: Path) -> Audit:
     run = from_yaml(directory.config)
     if run.buffer.durability == "memory":
         raise ConfigError(f"{path} was run with buffer.durability=memory, which leaves nothing to check")
-    manifests: dict[str, TrainingManifest] = {}
-    unreadable = ""
-    for step, checkpoint in numbered(directory.checkpoints):
-        try:
-            manifests[checkpoint.name] = read_manifest(checkpoint)
-        except CheckpointError as error:
-            unreadable = str(error)
-            continue
-        if manifests[checkpoint.name].step != step:
-            unreadable = f"{checkpoint.name} holds the manifest of step {manifests[checkpoint.name].step}"
-    found = audit(directory.trajectories, run.name, manifests, _summary(directory))
-    if unreadable:
-        found.violations.append(unreadable)
+    saved = [checkpoint for _, checkpoint in numbered(directory.checkpoints)]
+    damaged = {checkpoint.name: problem for checkpoint in saved if (problem := damage(checkpoint))}
+    manifests = {checkpoint.name: read_manifest(checkpoint) for checkpoint in saved if checkpoint.name not in damaged}
+    summary = _summary(directory)
+    found = audit(directory.trajectories, run.name, manifests, summary)
+    found.violations += [f"checkpoint {name} is damaged: {problem}" for name, problem in damaged.items()]
+    try:
+        found.rows = check_metrics(directory.metrics, found.steps, summary)
+        found.events = check_events(directory.events)
+    except DamageError as damaged_file:
+        found.violations.append(str(damaged_file))
     return found
 
 
@@ -58,10 +59,14 @@ def _table(directory: RunDirectory, found: Audit) -> Iterator[tuple[str, str]]:
     yield "run", f"{directory.path}: {found.steps} steps, actors placed {attempts} times"
     yield "journal", f"{found.journal.frames} records in {found.journal.files} files, {_torn(found.journal.torn_bytes)}"
     yield "log", f"{found.log.frames} trajectories in {found.log.files} files, {_torn(found.log.torn_bytes)}"
+    if pruned := read_pruned(directory.trajectories):
+        yield "pruned", f"{pruned}, as buffer.keep says"
     yield "slots", conservation(found.ledger)
     for reason, count in sorted(found.ledger.dropped.items()):
         yield "dropped", f"{count} {reason}: {describe(reason).meaning}"
     yield "checkpoints", f"{len(saved)}, the newest is {saved[-1]}" if saved else "none"
+    yield "metrics", f"{found.rows} steps"
+    yield "events", f"{found.events.lines} lines, {found.events.torn} left unfinished by a kill"
     if found.sound:
         yield "verdict", f"sound: the sums hold after each of {found.journal.frames} records"
     for text in found.violations:

@@ -25,7 +25,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import load_model
 from asyncrl.models.config import read_config
 from asyncrl.system.run_directory import RunDirectory
-from asyncrl.training import checkpoint
+from asyncrl.training.checkpoint_manifest import choose
 from asyncrl.training.device import training_device
 from asyncrl.types import Trajectory
 from pipelines.compose import from_yaml
@@ -88,10 +88,10 @@ def _drafter(run: Run, kind: Kind | None) -> HeadDrafter:
 
 
 def _newest(source: RunDirectory) -> Path:
-    saved = checkpoint.numbered(source.checkpoints)
-    if not saved:
+    newest = choose(source.checkpoints).newest
+    if newest is None:
         raise CheckpointError(f"{source.path} has no checkpoint yet: let it run on, or name a model with --checkpoint")
-    return saved[-1][1]
+    return newest[1]
 
 
 def _recorded(source: RunDirectory, tokens: int) -> list[Trajectory]:

@@ -17,10 +17,12 @@ from unicodedata import combining, east_asian_width
 
 import msgspec
 
+from asyncrl.buffer.retention import read_pruned
 from asyncrl.config.errors import did_you_mean
 from asyncrl.errors import ConfigError
 from asyncrl.observe.query.queries import READY
 from asyncrl.observe.query.tables import TABLES, open_run
+from asyncrl.system.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import duckdb
@@ -41,6 +43,8 @@ Row = tuple[Any, ...]
 def query(run: Path, sql: str | None, format: str = "table") -> None:
     """Print the result as `table`, `csv` or `json`; without SQL, what can be queried. `sql` may name a ready query."""
     connection = open_run(run)
+    if pruned := read_pruned(RunDirectory(run).trajectories):
+        print(pruned, file=sys.stderr)
     try:
         if sql is None:
             _show_tables(connection)

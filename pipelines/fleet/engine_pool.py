@@ -226,6 +226,7 @@ class EnginePool:
                 await self._restarted(self._state.handles[name])
         except (TimeoutError, ActorError, EngineError) as error:
             self._state.gave_up(name)
+            self._fleet.factory.end(self._state.handles[name])  # it may live, and hold a GPU
             self._recorder.event("engine_gone", engine=name, reason=str(error))
             await self.notify()
             if not self._state.hopeful:
@@ -239,8 +240,11 @@ class EnginePool:
         while True:
             try:
                 await spawn.prepare_process(actor)
-                await actor.start()
-                return
+                if not await actor.started():
+                    await actor.start()
+                    return
+                # Only the connection broke. Others have its work by now, so it begins anew as a dead one does.
+                spawn.end_process(actor)
             except ActorError as error:
                 if not error.returns:
                     raise

@@ -1,6 +1,5 @@
 """The recorder of a run: one row of metrics per step, events, progress and trackers. The summary is made from them."""
 
-import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,17 +8,15 @@ from itertools import zip_longest
 from typing import Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.markup import escape
 
 from actors.fleet import Fleet
 from actors.publisher import Published
 from actors.trainer.actor import Accumulated
+from asyncrl.buffer.retention import Pruning
 from asyncrl.config import Run
 from asyncrl.config.trackers import TrackerName
 from asyncrl.data.reward_parts import reward_parts
-from asyncrl.data.untrusted import read_table
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.gain import Notice, net_gain
 from asyncrl.errors import ActorError
@@ -32,17 +29,14 @@ from asyncrl.system.run_directory import Events, RunDirectory, read_events, repl
 from asyncrl.training.report import StepReport
 from asyncrl.types import EngineStats
 from pipelines.evaluate import Scores
+from pipelines.recording.metrics import MetricsRows, Row
 from pipelines.recording.progress import Progress
 
-METRICS_SECONDS, ROW_SECONDS = 5.0, 0.0025
+METRICS_SECONDS, ROW_SECONDS = 5.0, 0.001
 """Between two writes of metrics.parquet, and for each of its rows: a hundred times what it takes to write a row."""
 ENGINE_FIGURES = ("version", "running", "waiting", "generated_tokens", "busy_seconds")
-ENGINE_ROWS = 20
-"""Newest rows that keep figures per engine: in all rows, those of 64 engines would take longer to write than all
-else."""
 RAY_TRACKERS: dict[TrackerName, str] = {"prometheus": "actors.runtime.prometheus:open"}
 """Trackers that need Ray, which those of `asyncrl.observe.trackers.registry` may not."""
-Row = dict[str, Any]
 
 
 class Recorder:
@@ -53,9 +47,9 @@ class Recorder:
         self._directory = directory
         self._progress = progress
         self._first_step = first_step
-        self._events = Events(directory.events)
+        self._events = Events(directory.events, run.events.max_bytes)
         self._trackers = trackers(run, directory, progress.say, first_step=first_step)
-        self.rows: list[Row] = [row for row in _read_rows(directory) if row["step"] < first_step]
+        self.rows = MetricsRows(directory.metrics, before=first_step)
         self.evaluations: dict[int, Row] = {
             event["step"]: event["scores"] for event in read_events(directory.events) if event["kind"] == "evaluation"
         }
@@ -136,8 +130,6 @@ class Recorder:
         }
         self._trackers.step(row, self.rows[-1] if self.rows else None)
         self.rows.append(row)
-        if len(self.rows) > ENGINE_ROWS:
-            self.rows[-ENGINE_ROWS - 1]["engines"] = None
         self._progress.step(row)
         self._warn(report)
         if off := report.off_policy:
@@ -231,6 +223,17 @@ class Recorder:
         self.event("settings_changed", step=self._first_step, overrides=list(overrides))
         self._say(escape(f"from step {self._first_step + 1} on with {' '.join(overrides)}"))
 
+    def damaged(self, checkpoints: Sequence[str]) -> None:
+        """Checkpoints that were set aside, each with what is wrong with it and which is used instead."""
+        for sentence in checkpoints:
+            self.event("checkpoint_damaged", text=sentence)
+            self._say(escape(sentence))
+
+    def pruned(self, found: Pruning) -> None:
+        if found.files:
+            text = f"{len(found.files)} files of trajectories/ with {found.bytes} bytes, as buffer.keep says"
+            self.event("pruned", text=text, files=found.files)
+
     def fp8_left(self, reason: str) -> None:
         self.event("fp8_left", reason=reason)
         self._say(f"{reason}: the run starts again from its last checkpoint, without FP8")
@@ -243,11 +246,7 @@ class Recorder:
         self.event("drafter_published", version=version)
 
     def write_metrics(self) -> None:
-        if self.rows:
-            sink = io.BytesIO()
-            columns = dict.fromkeys(name for row in self.rows for name in row)  # some figures are not in every step
-            pq.write_table(pa.table({name: [row.get(name) for row in self.rows] for name in columns}), sink)
-            replace(self._directory.metrics, sink.getvalue())
+        self.rows.write()
         self._written = time.time()
 
     def close(self) -> None:
@@ -284,6 +283,7 @@ def _trained(done: Sequence[Accumulated]) -> Row:
         "staleness_max": max(staleness),
         "length_mean": sum(lengths) / len(lengths),
         "length_max": max(lengths),
+        "incomplete_groups": sum(part.incomplete_groups for part in done),
         "train_seconds": sum(part.seconds for part in done),
         "first_work": min(part.started for part in done),
         "first_wave_finished": max(part.first_wave_finished for part in done),
@@ -310,7 +310,3 @@ def _drafting(stats: Sequence[EngineStats]) -> Row:
 
 def _added(columns: Iterable[tuple[int, ...]]) -> list[int]:
     return [sum(column) for column in zip_longest(*columns, fillvalue=0)]
-
-
-def _read_rows(directory: RunDirectory) -> list[Row]:
-    return read_table(directory.metrics).to_pylist() if directory.metrics.exists() else []

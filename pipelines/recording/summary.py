@@ -7,7 +7,8 @@ import msgspec
 
 from asyncrl.system.run_directory import RunDirectory, replace
 from asyncrl.types import LedgerCounts
-from pipelines.recording.recorder import Recorder, Row
+from pipelines.recording.metrics import Row
+from pipelines.recording.recorder import Recorder
 
 
 def write(
@@ -23,7 +24,7 @@ def write(
     summary = {
         "status": status,
         "error": error,
-        **_figures(recorder.rows),
+        **_figures(list(recorder.rows)),
         **_evaluations(recorder.evaluations),
         "waste": waste,
         "ledger": msgspec.to_builtins(ledger) if ledger else None,

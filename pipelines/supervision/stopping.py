@@ -1,4 +1,4 @@
-"""A run that is asked to end: with SIGTERM, as schedulers do, or with SIGINT (Ctrl-C).
+"""A run that is asked to end: with SIGTERM, as schedulers do, with SIGINT (Ctrl-C), or by its cluster.
 
 The first signal lets the run end by itself: it takes no new step, writes a checkpoint and closes its actors. What has
 not ended within `recovery.grace_s` is ended with the process. A second signal ends the process at once.
@@ -29,7 +29,7 @@ class Stopping:
         """`at_exit` gets the reason before the process is ended with `os._exit`."""
         self._grace_s, self._say, self._at_exit = run.recovery.grace_s, say, at_exit
         self.reason = ""
-        """The signal; empty until one has come."""
+        """The signal, or what the cluster said; empty until then."""
         self._over = False
         """There is nothing left to save."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,17 +69,23 @@ class Stopping:
             return
         if self.reason:
             self._exit(f"ended at once by a second signal, {signal.Signals(number).name}", INTERRUPTED)
-        self.reason = signal.Signals(number).name
-        self._say(
-            f"{self.reason}: the run writes a checkpoint and ends, within {self._grace_s:g} s (recovery.grace_s); "
-            "a second signal ends it at once"
-        )
-        late = threading.Timer(self._grace_s, self._late)
-        late.daemon = True
-        late.start()
+        self.ask(signal.Signals(number).name)
         if self._loop is None:
             raise KeyboardInterrupt(self.reason)
-        self._loop.call_soon_threadsafe(self._asked.set)
+
+    def ask(self, reason: str, within_s: float | None = None) -> None:
+        """Let the run end by itself, sooner than `recovery.grace_s` if there is less time."""
+        self.reason = reason
+        grace_s = self._grace_s if within_s is None else min(self._grace_s, max(0.0, within_s))
+        self._say(
+            f"{reason}: the run writes a checkpoint and ends, within {grace_s:.3g} s (recovery.grace_s); "
+            "a second signal ends it at once"
+        )
+        late = threading.Timer(grace_s, self._late)
+        late.daemon = True
+        late.start()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._asked.set)
 
     def _late(self) -> None:
         if not self._over:

@@ -13,8 +13,8 @@ from asyncrl.config.algorithm import Grpo
 from asyncrl.data.arrow import encode
 from asyncrl.errors import StallError, StorageError
 from asyncrl.types import Delivery, Slot
-from tests.buffer.test_log import file_size_limit
 from tests.support.buffer_stores import payload, trajectory
+from tests.support.full_disk import file_size_limit
 
 
 class Clock:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def crash(directory: Path, *, kills: int, seed: int) -> dict[str, int]:
+def crash(directory: Path, *, kills: int, seed: int, prune: bool = False) -> dict[str, int]:
     command = [
         sys.executable,
         "-m",
@@ -20,6 +20,7 @@ def crash(directory: Path, *, kills: int, seed: int) -> dict[str, int]:
         str(kills),
         "--seed",
         str(seed),
+        *(["--prune"] if prune else []),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,8 +34,15 @@ def test_thirty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     assert crash(tmp_path / "run", kills=30, seed=7)["steps"] > 3
 
 
+@pytest.mark.slow
+def test_thirty_kills_of_a_run_that_prunes_lose_nothing_that_was_not_trained_on(tmp_path: Path) -> None:
+    found = crash(tmp_path / "run", kills=30, seed=8, prune=True)
+    assert found["steps"] > 3
+    assert found["pruned"] > 0
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_two_hundred_kills_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
-    assert crash(tmp_path / "run", kills=200, seed=seed)["steps"] > 50
+    assert crash(tmp_path / "run", kills=200, seed=seed, prune=seed == 3)["steps"] > 50

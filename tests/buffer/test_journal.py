@@ -10,6 +10,9 @@ from asyncrl.buffer.journal import (
     Delivered,
     Dropped,
     Event,
+    Failed,
+    Folded,
+    FoldedGroup,
     Late,
     Limited,
     Record,
@@ -29,11 +32,34 @@ WRITTEN: list[tuple[Record, bytes]] = [
     (Renewed(3, 1.0), b"\x93\xa7Renewed\x03" + ONE),
     (Dropped(3, DropReason.TIMEOUT), b"\x95\xa7Dropped\x03\xa7timeout\xff\x00"),
     (Dropped(3, stage_reason("dull"), 1, 7), b"\x95\xa7Dropped\x03\xaastage:dull\x01\x07"),
+    (Failed(3, 1, DropReason.REWARD_ERROR, 7), b"\x95\xa6Failed\x03\x01\xacreward_error\x07"),
     (Late(3, 0, 5), b"\x94\xa4Late\x03\x00\x05"),
     (Delivered(2, (3, 4)), b"\x93\xa9Delivered\x02\x92\x03\x04"),
     (Committed(2), b"\x92\xa9Committed\x02"),
     (Advanced(3), b"\x92\xa8Advanced\x03"),
     (Limited(0), b"\x92\xa7Limited\x00"),
+    (
+        Folded(
+            begun=Begun(2, 4, 1),
+            step=3,
+            version=2,
+            next_group=9,
+            bound=1,
+            latest_expiry=4,
+            sample_bytes=100,
+            consumed=24,
+            drops={"stale": 2},
+            waste={"stale": 7},
+            waiting=(FoldedGroup(8, 2, 3, 1.0, 100, ((1, "timeout"),)),),
+            ended=(Dropped(7, "stale"),),
+            late=((7, 1),),
+            first_sequence=5,
+            failed=(Failed(8, 1, "timeout"),),
+        ),
+        b"\xdc\x00\x10\xa6Folded\x94\xa5Begun\x02\x04\x01\x03\x02\x09\x01\x04\x64\x18"
+        b"\x81\xa5stale\x02\x81\xa5stale\x07\x91\x96\x08\x02\x03" + ONE + b"\x64\x91\x92\x01\xa7timeout"
+        b"\x91\x95\xa7Dropped\x07\xa5stale\xff\x00\x91\x92\x07\x01\x05\x91\x95\xa6Failed\x08\x01\xa7timeout\x00",
+    ),
 ]
 
 

@@ -1,9 +1,10 @@
 """The framed log: every damage is found, every torn tail is cut, a full disk loses nothing."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import subprocess
+import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer import log
 from asyncrl.buffer.log import FRAME, HEADER_SIZE, Location, Log, segment_paths
-from asyncrl.errors import CorruptSegmentError
+from asyncrl.errors import ConfigError, CorruptSegmentError
+from tests.support.full_disk import file_size_limit
 
 SCHEMA = bytes(range(16))
 SLOT = b"s" * 16
@@ -159,17 +161,6 @@ def test_a_payload_that_rots_after_it_was_stored_is_found_when_read(tmp_path: Pa
         log.read(place)
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """What a full disk looks like: a part of the write succeeds, the rest fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("room", [0, 10, HEADER_SIZE + 5, HEADER_SIZE + 3000])
 def test_a_full_disk_is_a_clear_error_and_the_log_goes_on_when_there_is_room(tmp_path: Path, room: int) -> None:
     log = open_log(tmp_path, segment_bytes=4000)
@@ -202,3 +193,21 @@ def test_only_whole_sealed_segments_below_the_mark_are_pruned(tmp_path: Path) ->
     assert len(log.prune(5)) == 2
     assert recovered(open_log(tmp_path)) == [b"\x02", b"\x02", b"\x03", b"\x03"]
     assert len(log.prune(100)) == 1, "the open segment stays"
+
+
+def test_a_process_that_dies_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import sys; from pathlib import Path; from asyncrl.buffer.log import lock_directory; "
+        f"lock_directory(Path({str(tmp_path)!r})); print(flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with monkeypatch.context() as patched:
+            patched.setattr(log, "LOCK_S", 0.0)
+            with pytest.raises(ConfigError, match="is in use by another process"):
+                log.lock_directory(tmp_path)
+        Timer(0.5, holder.kill).start()
+        os.close(log.lock_directory(tmp_path))
+        assert holder.wait() == -9

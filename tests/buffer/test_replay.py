@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrl.buffer.journal import FILE_BYTES, STEM, Folded, first_record
+from asyncrl.buffer.log import segment_paths
 from asyncrl.buffer.reader import verify
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.data.arrow import encode
@@ -72,13 +74,15 @@ class World:
     def lease(self, ticket: Ticket) -> None:
         self.in_flight += [Slot(ticket.group, sample) for sample in ticket.samples]
 
-    def forget(self, *groups: int) -> None:
-        self.in_flight = [slot for slot in self.in_flight if slot.group not in groups]
+    def forget(self) -> None:
+        """What nobody waits for any more."""
+        self.in_flight = [slot for slot in self.in_flight if self.buffer.awaits(slot)]
 
     def turn(self) -> None:
         choice = self.rng.random()
         self.now += 0.05
-        self.forget(*self.buffer.expire(self.now))
+        if self.buffer.expire(self.now):
+            self.forget()
         if choice < 0.3:
             if isinstance(ticket := self.buffer.admit(self.now), Ticket):
                 self.lease(ticket)
@@ -86,7 +90,7 @@ class World:
             slot = self.in_flight.pop(self.rng.randrange(len(self.in_flight)))
             if self.rng.random() < 0.03:
                 self.buffer.fail(slot, "reward_error", tokens=2)
-                self.forget(slot.group)
+                self.forget()
             else:
                 reward = float(slot.sample if slot.group % 5 else 1)  # every fifth group is uninformative
                 self.buffer.append(rewarded(slot.group, slot.sample, reward, self.version))
@@ -128,13 +132,18 @@ def replay(buffer: TrajectoryBuffer, step: int, recorded: int, version: int, rng
 
 def run_until_killed(directory: Path, seed: int) -> World:
     rng = random.Random(seed)
-    world = World(open_buffer(directory, **TERMS), rng)
+    journal_bytes = 300 if seed % 2 else FILE_BYTES  # folded after every few commits, or never
+    incomplete_min = 2 if seed > 1 else 0  # groups are trained on without the samples that fail, or dropped
+    world = World(open_buffer(directory, **TERMS, journal_bytes=journal_bytes, incomplete_min=incomplete_min), rng)
     for _ in range(rng.randint(200, 350)):
         world.turn()
     while not world.in_flight:
         world.turn()
     assert world.trainer.step >= 3
+    assert any(len(found) % TERMS["group_size"] for _, _, found in world.trainer.deliveries) == (seed > 1)
     assert world.buffer.ledger().dropped["uninformative"]
+    folds = [isinstance(first_record(path), Folded) for path in segment_paths(directory, STEM)]
+    assert any(folds) == bool(seed % 2), folds
     return world
 
 

@@ -11,8 +11,8 @@ from asyncrl.buffer.reader import read_run, verify
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.types import Delivery, LedgerCounts, Slot, Ticket
-from tests.buffer.test_log import file_size_limit
 from tests.support.buffer_stores import open_buffer, payload, trajectory
+from tests.support.full_disk import file_size_limit
 
 
 def admit(buffer: TrajectoryBuffer, now: float = 0.0) -> Ticket:
@@ -149,17 +149,17 @@ def test_no_file_is_written_at_durability_memory(tmp_path: Path) -> None:
 
 
 def test_segments_go_only_when_every_consumer_is_past_them(tmp_path: Path) -> None:
-    buffer = open_buffer(tmp_path, segment_bytes=1)
+    buffer = open_buffer(tmp_path, segment_bytes=1, keep="bytes:1")
     train_step(buffer, 0)
     train_step(buffer, 1)
-    assert buffer.prune() == [], "nobody has said what it needs"
+    assert buffer.prune().files == [], "nobody has said what it needs"
     buffer.checkpointed(1)
     buffer.move_cursor("drafter", 2)
     # Each group is one segment of two frames; the checkpoint is past the groups of step 0, the drafter past one.
-    assert buffer.prune() == ["trajectories-000000000000000.seg"]
+    assert buffer.prune().files == ["trajectories-000000000000000.seg"]
     buffer.move_cursor("drafter", 100)
-    assert buffer.prune() == ["trajectories-000000000000002.seg"]
-    assert buffer.prune() == []
+    assert buffer.prune().files == ["trajectories-000000000000002.seg"]
+    assert buffer.prune() == ([], 0)
     with pytest.raises(ValueError, match=r"consumer '\.\./x' must match"):
         buffer.move_cursor("../x", 1)
     before = buffer.ledger()

@@ -192,7 +192,7 @@ def test_a_record_that_cannot_be_read_is_found_with_its_location(tmp_path: Path)
         journal.STEM,
         run_id="test-run",
         schema=journal.SCHEMA_HASH,
-        segment_bytes=journal.SEGMENT_BYTES,
+        segment_bytes=1 << 20,
         sync=False,
     )
     assert len(list(log.recover())) == 10
@@ -250,7 +250,7 @@ def test_versions_that_go_back_and_a_frame_of_another_slot_are_found(tmp_path: P
         (TrainingManifest(step=1, samples_trained=4, consumed=((0, 0),)), "step-1: groups [1] are in its manifest or"),
         (TrainingManifest(step=1, samples_trained=4, consumed=((0, 2),)), "step-1: groups [2] are in its manifest or"),
         (TrainingManifest(step=1, samples_trained=6, consumed=((0, 1), (1, 1))), "names a group twice"),
-        (TrainingManifest(step=1, samples_trained=5, consumed=((0, 1),)), "5 samples are not 2 groups of 2"),
+        (TrainingManifest(step=1, samples_trained=5, consumed=((0, 1),)), "5 samples are not the 4 of its groups"),
         (TrainingManifest(step=2, samples_trained=4, consumed=((0, 1),)), "holds 2 steps, but the journal commits 1"),
     ],
 )

@@ -1,5 +1,5 @@
-"""`ray up` for real: three nodes on loopback addresses, a run on them, a node that dies and returns, a second run,
-`ray down`.
+"""`ray up` for real: three nodes on loopback addresses, a run on them, a node that dies and returns, a second run, one
+whose node is drained, `ray down`.
 
 Started by `test_ray_up.py` with a directory, as the first process of PID, network and mount namespaces of its own, and
 writes `facts.json` there. `ray stop`, which is part of it, ends every Ray that it can see: outside, that would be
@@ -94,10 +94,16 @@ def story(directory: Path, nodes: list[Node], cluster: Path) -> dict[str, Any]:
     note("first", first.wait(timeout=300))
     note("strangers", [knock(operator, environment, token, f"{HEAD}:6379") for token in ("", "0" * 64)])
     started = (shared / "first" / "model").resolve()
-    second = submit("name=second", "steps=2", "model=checkpoint", f"model.path={started}", "--down")
-    note("second", second.wait(timeout=300))
+    own = "model=checkpoint", f"model.path={started}"
+    note("second", submit("name=second", "steps=2", *own).wait(timeout=300))
+    third = submit("name=third", "steps=100000", *own, "--down")
+    wait_until(
+        lambda: (shared / "third" / "checkpoints" / "step-2").exists() or third.poll() is not None, "2 steps", 300
+    )
+    note("drain", nodes[0].drain())
+    note("third", third.wait(timeout=300))
     note("output", (directory / "submit.log").read_text())
-    runs = {"first": shared / "first", "second": operator / "runs" / "second"}
+    runs = {"first": shared / "first", "second": shared / "second", "third": operator / "runs" / "third"}
     note("sound", {name: path.exists() and check(path).sound for name, path in runs.items()})
     note("lost", [event for event in read_events(runs["first"] / "events.jsonl") if event["kind"] == "engine_lost"])
     note("left", {node.address: node.count("/ray/") for node in nodes})

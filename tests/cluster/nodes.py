@@ -60,7 +60,7 @@ class Node:
     def __init__(self, place: Path, address: str, key: Path) -> None:
         """`key` lets everybody in who has it, and is the server's own as well."""
         self.address, self.home = address, place / "home"
-        self._place = place
+        self._place, self._key = place, key
         self.home.mkdir(parents=True)
         place.joinpath("passwd").write_text(
             f"root:x:0:0:root:{self.home}:/bin/bash\nsshd:x:100:65534::/run/sshd:/bin/false\n"
@@ -81,6 +81,18 @@ class Node:
         """As if its power failed: the first process of a PID namespace takes all others with it."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
+
+    def drain(self) -> str:
+        """What a cloud says before it takes a machine back; returns what Ray answers."""
+        ray = "RAY_AUTH_MODE=token ~/asyncrl/.venv/bin/ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION"
+        words = ["ssh", "-i", str(self._key), "-o", "StrictHostKeyChecking=no", f"root@{self.address}"]
+        said = subprocess.run(
+            [*words, f"{ray} --reason-message reclaimed --deadline-remaining-seconds 120"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return "" if said.returncode == 0 else said.stdout + said.stderr
 
     def count(self, text: str) -> int:
         """Processes of it with that text in their command line."""

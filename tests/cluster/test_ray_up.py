@@ -4,6 +4,7 @@ make test-cluster
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.errors import StoppedError
 from tests.cluster import nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -51,7 +53,15 @@ def test_the_node_that_returns_is_taken_in_again(facts: dict[str, Any]) -> None:
 
 
 def test_nothing_acknowledged_is_lost(facts: dict[str, Any]) -> None:
-    assert facts["sound"] == {"first": True, "second": True}
+    assert facts["sound"] == {"first": True, "second": True, "third": True}
+
+
+def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(facts: dict[str, Any]) -> None:
+    assert facts["drain"] == ""
+    assert facts["third"] == StoppedError.exit_code, facts["output"][-4000:]
+    assert re.search(
+        r"the cluster drains node \w+ \(driver, buffer, reward, trainer\S*\): the run writes", facts["output"]
+    )
 
 
 def test_nobody_joins_without_the_token(facts: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What settings are accepted, and what a refused one is told."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from msgspec import inspect
 from asyncrl.config.errors import did_you_mean
 from asyncrl.config.run import Run, WarmStart, load
 from asyncrl.errors import ConfigError
+from pipelines.compose import _without_hydras_own_warnings
 
 
 def refusal(raw: dict[str, Any]) -> str:
@@ -183,3 +185,16 @@ def test_a_wrong_item_of_a_list_is_refused_with_its_place() -> None:
     said = refusal({"correction": {"type": "importance", "reject": rejections}})
     assert said.startswith("correction.reject[1].measure=k9: invalid enum value")
     assert "use one of" in said
+
+
+def test_only_hydras_own_warnings_are_silent() -> None:
+    """As Hydra 1.3 causes them with omegaconf 2.4."""
+    resolver = "register_new_resolver() is deprecated and will be removed in a future release.\nUse register_resolver()"
+    version = "Implicit conversion from Version to str at 'hydra.runtime.version_base' during assignment is deprecated"
+    with _without_hydras_own_warnings():
+        warnings.warn_explicit(resolver, UserWarning, "utils.py", 215, module="hydra.core.utils")
+        warnings.warn_explicit(version, FutureWarning, "loader.py", 291, module="hydra._internal.config_loader_impl")
+        with pytest.warns(UserWarning, match="register_new_resolver"):
+            warnings.warn_explicit(resolver, UserWarning, "mine.py", 1, module="mine")
+        with pytest.warns(UserWarning, match="something else"):
+            warnings.warn_explicit("something else", UserWarning, "utils.py", 1, module="hydra.core.utils")

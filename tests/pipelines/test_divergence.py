@@ -125,7 +125,8 @@ def test_other_changes_are_refused_and_leave_the_run_as_it_is(stopped: tuple[Pat
     assert (stopped[0] / "config.yaml").read_bytes() == before
 
 
-def test_the_settings_of_a_live_run_stay(stopped: tuple[Path, str]) -> None:
+def test_the_settings_of_a_live_run_stay(stopped: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.buffer.log.LOCK_S", 0.1)
     before = (stopped[0] / "config.yaml").read_bytes()
     lock = lock_directory(stopped[0] / "trajectories")
     try:

@@ -117,7 +117,7 @@ def test_s7_a_link_in_a_foreign_run_directory_is_not_written_through(tmp_path: P
     directory.events.symlink_to(precious)
     replace(directory.summary, b"{}")
     with pytest.raises(OSError, match="symbolic link"):
-        Events(directory.events)
+        Events(directory.events, 1 << 20)
     assert precious.read_text() == "mine"
     assert not directory.summary.is_symlink()
 

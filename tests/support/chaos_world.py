@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.buffer.journal import FILE_BYTES
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.data.arrow import encode
 from asyncrl.errors import CorruptSegmentError
@@ -79,6 +80,8 @@ class World:
             "max_bytes": MAX_BYTES,
             "sample_bytes": SAMPLE_BYTES,
             "segment_bytes": 5000,
+            "keep": "bytes:1",
+            "journal_bytes": 400 if self.total == 5 else FILE_BYTES,
         }
         return open_buffer(self.directory, restore_step=None if self.fresh else self.saved.step, **terms)
 

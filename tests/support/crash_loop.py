@@ -1,6 +1,6 @@
 """Kill a run of the buffer with SIGKILL again and again, and check what it promised.
 
-    python -m tests.support.crash_loop DIRECTORY --kills 200 --seed 0
+    python -m tests.support.crash_loop DIRECTORY --kills 200 --seed 0 [--prune]
 
 Each life is a real process that restores from its last checkpoint, replays, and goes on: it admits, appends, takes,
 commits. What `append` acknowledged goes through a pipe that survives the kill. A torn write, which a kill rarely
@@ -21,18 +21,22 @@ from typing import Any
 
 from asyncrl.buffer.log import HEADER_SIZE
 from asyncrl.buffer.reader import read_run, verify
+from asyncrl.buffer.retention import read_pruned
 from asyncrl.types import Slot, Ticket
 from tests.support.buffer_stores import open_buffer, payload
 
 TERMS: dict[str, Any] = {"group_size": 2, "groups_per_step": 4, "max_staleness": 2, "segment_bytes": 60_000}
+PRUNING: dict[str, Any] = {"keep": "steps:1", "segment_bytes": 4_000, "journal_bytes": 1_000}
+"""So little that files are folded and deleted all the time."""
 
 
-def live(directory: Path, pipe: int, seed: int) -> None:
+def live(directory: Path, pipe: int, seed: int, *, prune: bool) -> None:
     """One life: it ends when it is killed."""
     rng = random.Random(seed)
+    terms = TERMS | (PRUNING if prune else {})
     saved = directory.with_suffix(".checkpoint")
     step = int(saved.read_text()) if saved.exists() else 0
-    buffer = open_buffer(directory, restore_step=step if directory.exists() else None, **TERMS)
+    buffer = open_buffer(directory, restore_step=step if directory.exists() else None, **terms)
 
     def tell(*words: object) -> None:
         os.write(pipe, json.dumps(words).encode() + b"\n")
@@ -50,6 +54,8 @@ def live(directory: Path, pipe: int, seed: int) -> None:
                     temporary = saved.with_suffix(".new")
                     temporary.write_text(str(step))
                     temporary.rename(saved)
+                    buffer.checkpointed(step)
+                    buffer.prune()
 
     while buffer.replaying:
         train()
@@ -66,14 +72,14 @@ def live(directory: Path, pipe: int, seed: int) -> None:
         assert buffer.ledger().balanced
 
 
-def crash(directory: Path, seed: int, seconds: float) -> list[list[Any]]:
+def crash(directory: Path, seed: int, seconds: float, *, prune: bool) -> list[list[Any]]:
     """Start a life, kill it, and return what it had said."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(reader)
         try:
-            live(directory, writer, seed)
+            live(directory, writer, seed, prune=prune)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -107,13 +113,13 @@ def tear(directory: Path, rng: random.Random) -> None:
             file.write(rng.randbytes(rng.randint(1, 2000)))
 
 
-def main(directory: Path, kills: int, seed: int) -> dict[str, int]:
+def main(directory: Path, kills: int, seed: int, *, prune: bool = False) -> dict[str, int]:
     rng = random.Random(seed)
     acknowledged: set[tuple[int, int]] = set()
     trained: dict[int, list[int]] = {}
     for kill in range(kills):
         heard: dict[int, list[int]] = {}
-        for word, *rest in crash(directory, seed * 1_000_003 + kill, rng.uniform(0.01, 0.3)):
+        for word, *rest in crash(directory, seed * 1_000_003 + kill, rng.uniform(0.01, 0.3), prune=prune):
             if word == "deliver":
                 heard.setdefault(rest[0], []).extend(rest[1:])
             elif word == "stored":
@@ -128,11 +134,13 @@ def main(directory: Path, kills: int, seed: int) -> dict[str, int]:
     recovered = Counter((item.slot.group, item.slot.sample) for item in read_run(directory))
     groups = Counter(group for step in trained.values() for group in step)
     report = verify(directory)
+    lost = {slot for slot in acknowledged - recovered.keys() if not (prune and slot[0] in groups)}
     return {
         "kills": kills,
         "acknowledged": len(acknowledged),
         "recovered": len(recovered),
-        "lost": len(acknowledged - recovered.keys()),
+        "lost": len(lost),
+        "pruned": read_pruned(directory).trajectories,
         "duplicated": report.duplicates + sum(count - 1 for count in recovered.values()),
         "bad_files": len(report.bad),
         "steps": len(trained),
@@ -145,7 +153,8 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prune", action="store_true", help="delete what was trained on, all the time")
     arguments = parser.parse_args()
-    result = main(arguments.directory, arguments.kills, arguments.seed)
+    result = main(arguments.directory, arguments.kills, arguments.seed, prune=arguments.prune)
     print(json.dumps(result))
     sys.exit(any(result[name] for name in ("lost", "duplicated", "bad_files", "trained_twice")))

@@ -11,7 +11,7 @@ import torch
 from asyncrl.config import Run, Trainer
 from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp
 from asyncrl.config.trainer import Lora
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import StorageError
 from asyncrl.training import checkpoint
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.distributed.ranks import Ranks
@@ -227,7 +227,7 @@ def full_disk(ranks: Ranks, folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    with pytest.raises(CheckpointError, match="rank 1 cannot write into"):
+    with pytest.raises(StorageError, match="rank 1 cannot write: File too large"):
         checkpoint.save(several, folder / "full", MANIFEST, model_path=folder / TIED, keep=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoint.numbered(folder / "full") == []

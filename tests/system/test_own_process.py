@@ -14,7 +14,10 @@ HERE = Path(__file__).parents[1]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("file", ["actors/ray_publisher.py", "supervision/ray_stopped_processes.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["actors/ray_publisher.py", "pipelines/ray_unreachable_engine.py", "supervision/ray_stopped_processes.py"],
+)
 def test_a_file_in_a_process_of_its_own(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=580, check=False)

@@ -13,7 +13,7 @@ from asyncrl.models.packed import packed_attention
 from asyncrl.models.routes import RouteShape
 from asyncrl.training import checkpoint
 from asyncrl.training.batches import Block, block, pack
-from asyncrl.training.checkpoint import TrainingManifest
+from asyncrl.training.checkpoint_manifest import MANIFEST, TrainingManifest
 from asyncrl.training.learner import Learner
 from asyncrl.types import GIVEN, Group, Trajectory
 from tests.support.tiny_model import tiny_checkpoint
@@ -235,7 +235,7 @@ def test_a_damaged_manifest_names_the_way_out(model_path: Path, tmp_path: Path):
     learner.step()
     manifest = TrainingManifest(step=1, samples_trained=4, consumed=())
     saved = checkpoint.save(learner, tmp_path, manifest, model_path=model_path, keep=1)
-    (saved / checkpoint.MANIFEST).write_text("{")
+    (saved / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=r"remove .*step-1 to resume"):
         checkpoint.restore(learner, saved)
 

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from asyncrl.buffer.journal import Admitted, Begun, Record
+from asyncrl.buffer.journal import Admitted, Begun, Folded, Record
 from asyncrl.buffer.replay import Sample
 from asyncrl.data.arrow import Row
 from asyncrl.observe.audit.accounts import Accounts, Samples
 from asyncrl.observe.audit.evidence import DamageError, Location, Tally, pruned_below, read_journal, read_rows
+from asyncrl.observe.audit.records import Events
 from asyncrl.types import GIVEN, LedgerCounts, Slot
 
 NOTHING = LedgerCounts(leased=0, in_flight=0, buffered=0, consumed=0, dropped={})
@@ -38,6 +39,9 @@ class Audit(msgspec.Struct):
     ledger: LedgerCounts = NOTHING
     """At the journal's end."""
     steps: int = 0
+    rows: int = 0
+    """Steps in metrics.parquet."""
+    events: Events = msgspec.field(default_factory=Events)
     violations: list[str] = msgspec.field(default_factory=list[str])
 
     @property
@@ -70,13 +74,19 @@ def audit(
 
 
 def _accounts(records: list[tuple[Location, Record]], trajectories: Path, run_id: str, tally: Tally) -> Accounts:
-    location, begun = records[0]
-    if not isinstance(begun, Begun):
-        raise DamageError(f"{location}: the journal begins with {begun}: its first records are lost")
+    location, first = records[0]
+    if not isinstance(first, Begun | Folded):
+        raise DamageError(f"{location}: the journal begins with {first}: its first records are lost")
     admitted = {record.group: record.version for _, record in records if isinstance(record, Admitted)}
+    ended_before, size = 0, first.begun.group_size if isinstance(first, Folded) else first.group_size
+    if isinstance(first, Folded):
+        admitted |= {each.group: each.version for each in first.waiting}
+        ended_before = first.next_group
     samples: Samples = {}
     for location, row in read_rows(trajectories, run_id, tally):
-        _check_row(location, row, begun, admitted)
+        if row.slot.group < ended_before and row.slot.group not in admitted:
+            continue  # its group had ended before the journal that is left
+        _check_row(location, row, size, admitted)
         of_group = samples.setdefault(row.slot.group, {})
         if row.slot.sample in of_group:
             raise DamageError(f"{location}: {_name(row.slot)} is stored twice")
@@ -84,11 +94,11 @@ def _accounts(records: list[tuple[Location, Record]], trajectories: Path, run_id
         of_group[row.slot.sample] = sample.stored(admitted[row.slot.group])
     if tally.first > (needed := pruned_below(trajectories)):
         raise DamageError(f"trajectories before {tally.first} are gone, but a consumer needs those from {needed} on")
-    return Accounts(begun, samples, pruned=tally.first > 0)
+    return Accounts(first, samples, pruned=tally.first > 0)
 
 
-def _check_row(location: Location, row: Row, begun: Begun, admitted: Mapping[int, int]) -> None:
-    if row.slot.group not in admitted or row.slot.sample >= begun.group_size:
+def _check_row(location: Location, row: Row, group_size: int, admitted: Mapping[int, int]) -> None:
+    if row.slot.group not in admitted or row.slot.sample >= group_size:
         raise DamageError(f"{location}: {_name(row.slot)} is stored, but no ticket was issued for it")
     versions = [version for _, _, version in row.runs if version != GIVEN]
     if versions != sorted(versions):
@@ -105,18 +115,20 @@ def _follow(accounts: Accounts, location: Location, record: Record) -> None:
 def _check_manifest(name: str, manifest: Manifest, accounts: Accounts) -> None:
     if manifest.step > accounts.step:
         raise DamageError(f"{name} holds {manifest.step} steps, but the journal commits {accounts.step}")
+    if manifest.step < accounts.first_step:
+        return  # the journal of these steps was pruned
     claimed = [group for first, last in manifest.consumed for group in range(first, last + 1)]
     trained = accounts.trained_before(manifest.step)
-    if different := sorted(set(claimed) ^ set(trained)):
+    unknown = set(claimed) - set(trained)
+    if missing := sorted((set(trained) - set(claimed)) | {group for group in unknown if not accounts.ended(group)}):
         raise DamageError(
-            f"{name}: groups {different[:5]} are in its manifest or in the journal's deliveries, but not in both"
+            f"{name}: groups {missing[:5]} are in its manifest or in the journal's deliveries, but not in both"
         )
-    if len(claimed) != len(trained):
+    if len(claimed) != len(set(claimed)):
         raise DamageError(f"{name}: its manifest names a group twice")
-    if manifest.samples_trained != len(claimed) * accounts.rules.group_size:
-        raise DamageError(
-            f"{name}: {manifest.samples_trained} samples are not {len(claimed)} groups of {accounts.rules.group_size}"
-        )
+    samples = accounts.consumed_before + sum(map(accounts.size, trained))
+    if manifest.samples_trained != samples:
+        raise DamageError(f"{name}: {manifest.samples_trained} samples are not the {samples} of its groups")
 
 
 def _check_summary(summary: Mapping[str, Any], found: Audit) -> None:

@@ -1,7 +1,8 @@
 """What became of each group, from the buffer's journal."""
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.buffer import journal
-from asyncrl.buffer.journal import Admitted, Begun, Committed, Delivered, Dropped, Record
+from asyncrl.buffer.journal import Admitted, Begun, Committed, Delivered, Dropped, Failed, Folded, Record
 from asyncrl.errors import CorruptSegmentError
 from asyncrl.observe.query.logs import File, Framed, Positions, find_frames
 
@@ -78,6 +79,8 @@ Column = npt.NDArray[np.int64]
 class GroupOutcomes(msgspec.Struct):
     """Of the groups that were admitted. They are numbered from 0, and the columns have an entry for each."""
 
+    known: npt.NDArray[np.bool_]
+    """Not those that had ended before the part of the journal that is left."""
     size: int
     """Samples of a group."""
     committed: int
@@ -92,7 +95,11 @@ class GroupOutcomes(msgspec.Struct):
     """Why it was dropped, as a place in `reasons`; -1 where it was not."""
     failed: Column
     """The sample for which it was dropped; -1 where the reason holds for all."""
+    missing: Column
+    """Samples that failed while the others stayed."""
     reasons: Sequence[str]
+    failures: Mapping[str, int]
+    """Such samples by reason."""
 
 
 def read_group_outcomes(journal: Iterable[File]) -> GroupOutcomes:
@@ -101,18 +108,30 @@ def read_group_outcomes(journal: Iterable[File]) -> GroupOutcomes:
         admitted, others = read_records(file)
         versions.append(admitted)
         read += others
-    groups = sum(map(len, versions))
+    known = np.ones(sum(map(len, versions)), np.bool_)
+    first, begun = (read[0] if read else None), next((record for record in read if isinstance(record, Begun)), None)
+    if isinstance(first, Folded):
+        begun = first.begun
+        waiting = {each.group: each.version for each in first.waiting}
+        versions.insert(0, np.array([waiting.get(group, -1) for group in range(first.next_group)], np.int64))
+        known = np.concatenate([versions[0] >= 0, known])
+    groups = len(known)
     drops = [record for record in read if isinstance(record, Dropped)]
+    failures = [record for record in read if isinstance(record, Failed)]
     found = GroupOutcomes(
-        size=next((record.group_size for record in read if isinstance(record, Begun)), 0),
+        known=known,
+        size=begun.group_size if begun else 0,
         committed=max((record.step for record in read if isinstance(record, Committed)), default=-1),
         versions=np.concatenate(versions),
         steps=np.full(groups, -1),
         takes=np.full(groups, -1),
         drops=np.full(groups, -1),
         failed=np.full(groups, -1),
+        missing=np.zeros(groups, np.int64),
         reasons=list(dict.fromkeys(record.reason for record in drops)),
+        failures=Counter(record.reason for record in failures),
     )
+    np.add.at(found.missing, _known((record.group for record in failures), found), 1)
     _deliver([record for record in read if isinstance(record, Delivered)], found)
     _drop(drops, found)
     return found

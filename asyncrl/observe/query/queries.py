@@ -73,8 +73,10 @@ READY = {
         "samples that were never trained on, by reason; `stored` were finished, and `tokens` are theirs",
         """
         WITH lost AS (
-            SELECT drop_reason AS reason, if(drop_sample IS NULL, size, 1) AS samples FROM groups WHERE fate = 'dropped'
-            UNION ALL SELECT '$incomplete', size - 1 FROM groups WHERE drop_sample IS NOT NULL
+            SELECT drop_reason AS reason, if(drop_sample IS NULL, size - missing, 1) AS samples
+            FROM groups WHERE fate = 'dropped'
+            UNION ALL SELECT '$incomplete', size - missing - 1 FROM groups WHERE drop_sample IS NOT NULL
+            UNION ALL SELECT reason, samples FROM raw_failures
         ), stored AS (
             SELECT drop_reason AS reason, count(*) AS stored, sum(answer_tokens) AS tokens
             FROM trajectories WHERE fate = 'dropped' GROUP BY ALL

@@ -66,6 +66,7 @@ SAFE: dict[str, str | bool | int | float | list[str]] = {
     "python_enable_replacements": False,
 }
 REASONS = "CREATE TABLE raw_reasons AS SELECT unnest(?::VARCHAR[]) AS reason, unnest(range(?)) AS number"
+FAILURES = "CREATE TABLE raw_failures AS SELECT unnest(?::VARCHAR[]) AS reason, unnest(?::BIGINT[]) AS samples"
 LINES = "CREATE TABLE raw_lines AS SELECT ? AS lines"
 MEANINGS = """
 CREATE TABLE raw_meanings AS
@@ -82,7 +83,7 @@ CREATE VIEW groups AS
         CASE WHEN dropped >= 0 THEN 'dropped' WHEN step < 0 THEN 'buffered' WHEN step <= committed THEN 'trained'
             ELSE 'training' END AS fate,
         nullif(step, -1) AS step, nullif(take, -1) AS take, reason AS drop_reason,
-        nullif(failed, -1)::INTEGER AS drop_sample
+        nullif(failed, -1)::INTEGER AS drop_sample, missing::INTEGER AS missing
     FROM raw_groups LEFT JOIN raw_reasons ON number = dropped;
 CREATE VIEW trajectories AS
     SELECT t.sequence, group_id, t.sample, t.prompt, t.engine, t.precision, t.finish, t.reward,
@@ -92,7 +93,7 @@ CREATE VIEW trajectories AS
         len(t.versions) - len(list_filter(t.versions, lambda v: v < 0)) AS answer_tokens,
         nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS oldest_version,
         nullif(list_max(t.versions), -1) AS newest_version,
-        g.fate, g.step,
+        coalesce(g.fate, 'ended') AS fate, g.step,
         g.step - nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS staleness,
         CASE WHEN g.drop_sample IS NULL OR g.drop_sample = t.sample THEN g.drop_reason
             ELSE '$incomplete' END AS drop_reason,
@@ -134,6 +135,7 @@ def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
     connection.register("raw_trajectories", trajectories)
     connection.register("raw_groups", _groups(outcomes))
     connection.execute(REASONS, [outcomes.reasons, len(outcomes.reasons)])
+    connection.execute(FAILURES, [list(outcomes.failures), list(outcomes.failures.values())])
     described = DESCRIPTIONS.values()
     connection.execute(
         MEANINGS, [list(DESCRIPTIONS), [each.meaning for each in described], [each.remedy for each in described]]
@@ -157,16 +159,17 @@ def read_buffer(directory: Path) -> tuple[Any, GroupOutcomes]:
 
 
 def _groups(outcomes: GroupOutcomes) -> Any:
-    ids = np.arange(len(outcomes.versions))
+    (ids,) = np.nonzero(outcomes.known)
     columns = {
         "group_id": ids,
         "size": np.full(len(ids), outcomes.size),
-        "version": outcomes.versions,
-        "step": outcomes.steps,
-        "take": outcomes.takes,
+        "version": outcomes.versions[ids],
+        "step": outcomes.steps[ids],
+        "take": outcomes.takes[ids],
         "committed": np.full(len(ids), outcomes.committed),
-        "dropped": outcomes.drops,
-        "failed": outcomes.failed,
+        "dropped": outcomes.drops[ids],
+        "failed": outcomes.failed[ids],
+        "missing": outcomes.missing[ids],
     }
     return pa.Table.from_arrays([as_array(values) for values in columns.values()], list(columns))
 

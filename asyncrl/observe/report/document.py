@@ -15,6 +15,7 @@ import jinja2
 import msgspec
 
 import asyncrl
+from asyncrl.buffer.retention import read_pruned
 from asyncrl.observe.report import curves
 from asyncrl.observe.report.figures import Found
 from asyncrl.observe.report.headline import Figures, headline
@@ -87,7 +88,10 @@ LABELS = {
 }
 TONES = {"ok": "good", "running": "warn", "interrupted": "warn", "failed": "bad", "killed": "bad"}
 STATES = {"ok": "finished", "running": "still going on"}
-TOLD = ("alarm", "step_skipped", "engine_lost", "restart", "pool_resized", "drafting", "drafter_lost", "stall")
+TOLD = (
+    *("alarm", "step_skipped", "engine_lost", "restart", "pool_resized", "drafting", "drafter_lost", "stall"),
+    *("checkpoint_damaged", "pruned"),
+)
 """Events that are listed in words."""
 LOG = 500
 
@@ -96,12 +100,14 @@ def document(run: Recorded) -> dict[str, Any]:
     found = Found(run)
     figures = found.figures()
     now = time.strftime("%Y-%m-%d %H:%M:%S")
+    pruned = str(read_pruned(run.directory.trajectories) or "")
     return {
         "run": {
             "name": str(run.setting("name", run.directory.path.name)),
             "status": STATES.get(run.status, run.status),
             "tone": TONES.get(run.status, "warn"),
-            "when": f"as of {now}: {len(run.rows)} of {run.setting('steps', '?')} steps",
+            "when": f"as of {now}: {len(run.rows)} of {run.setting('steps', '?')} steps"
+            + (f"; {pruned}" if pruned else ""),
             "trouble": run.trouble,
         },
         "headline": msgspec.to_builtins(headline(figures)),

@@ -1,0 +1,58 @@
+"""Rows of metrics: converted once, whole on disk, damage is found."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data.untrusted import read_table
+from asyncrl.errors import CorruptSegmentError
+from pipelines.recording.metrics import CHUNK, ENGINE_ROWS, MetricsRows, Row
+
+
+def row(step: int) -> Row:
+    """Some figures come later, some are of another kind, some are nested."""
+    found: Row = {"step": step, "reward": step / 2, "engines": {"engine": ["rollout-0"], "version": [step]}}
+    if step > 300:
+        found |= {"parts": {"right": 1.0}, "count": step if step < 400 else step + 0.5}
+    return found
+
+
+def test_rows_are_those_that_were_appended_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    path, number = tmp_path / "metrics.parquet", 2 * CHUNK + 100
+    rows = MetricsRows(path, before=0)
+    for step in range(number):
+        rows.append(row(step))
+        assert rows[-1]["step"] == step
+        if step % 97 == 0:
+            rows.write()
+            assert read_table(path)["step"].to_pylist() == list(range(step + 1))
+    rows.write()
+    assert [each["step"] for each in rows] == list(range(len(rows))) == list(range(number))
+    assert (rows[0]["step"], rows[CHUNK]["step"], rows[-1]["step"]) == (0, CHUNK, number - 1)
+    written = read_table(path).to_pylist()
+    assert [each["engines"] is None for each in written] == [step < number - ENGINE_ROWS for step in range(number)]
+    assert (written[350]["parts"], written[350]["count"], written[450]["count"]) == ({"right": 1.0}, 350.0, 450.5)
+    again = MetricsRows(path, before=320)
+    again.append(row(320))
+    again.write()
+    assert read_table(path)["step"].to_pylist() == list(range(321))
+    with pytest.raises(IndexError):
+        again[321]
+
+
+def test_a_flipped_byte_of_the_numbers_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.parquet"
+    rows = MetricsRows(path, before=0)
+    for step in range(50):
+        rows.append({"step": step, "loss": 1 / (step + 1)})
+    rows.write()
+    good = path.read_bytes()
+    end = len(good) - 8 - int.from_bytes(good[-8:-4], "little")  # where the footer begins
+    found = 0
+    for offset in range(4, end):
+        path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+        try:
+            found += read_table(path).to_pylist() == rows[:]
+        except CorruptSegmentError:
+            continue
+    assert found <= 8, "bytes of page headers that say nothing about the numbers"

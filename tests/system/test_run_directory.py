@@ -1,0 +1,58 @@
+"""events.jsonl: it stays below its bound, keeps what is told once, and survives kills in the middle of a line."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncrl.observe.audit.records import check_events
+from asyncrl.system.run_directory import Events, read_events
+
+
+def test_the_file_is_bounded_and_keeps_what_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Events(path, max_bytes=4000)
+    events.write("environment", found={"torch": "2"})
+    most = 0
+    for step in range(400):
+        events.write("train", start=1.0, step=step)
+        events.write("off_policy", step=step)
+        if step % 100 == 0:
+            events.write("evaluation", step=step)
+        most = max(most, path.stat().st_size)
+    events.close()
+    found = read_events(path)
+    assert most < 4200
+    assert [event["step"] for event in found if event["kind"] == "evaluation"] == [0, 100, 200, 300]
+    assert found[0]["kind"] == "environment"
+    steps = [event["step"] for event in found if event["kind"] == "train"]
+    assert steps == list(range(steps[0], 400)), "the newest ones, in order"
+    written = 1 + 2 * 400 + 4
+    gone = sum(event["lines"] for event in found if event["kind"] == "events_pruned")
+    assert written - gone == sum(event["kind"] != "events_pruned" for event in found)
+    assert check_events(path).torn == 0
+
+
+def test_what_is_told_once_is_bounded_too(tmp_path: Path) -> None:
+    with closing(Events(tmp_path / "events.jsonl", max_bytes=2000)) as events:
+        for number in range(300):
+            events.write("alarm", text="x" * 50, number=number)
+            assert (tmp_path / "events.jsonl").stat().st_size < 2200
+    assert read_events(tmp_path / "events.jsonl")[-1]["number"] == 299
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_line_that_a_kill_tore_stands_alone(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, "first", "torn")
+    path.write_bytes(path.read_bytes()[:-cut])
+    write(path, "later")
+    kinds = [event["kind"] for event in read_events(path)]
+    assert kinds in (["first", "later"], ["first", "torn", "later"])
+    assert check_events(path).torn == (len(kinds) == 2)
+
+
+def write(path: Path, *kinds: str) -> None:
+    with closing(Events(path, max_bytes=1 << 20)) as events:
+        for kind in kinds:
+            events.write(kind)
