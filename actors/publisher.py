@@ -14,7 +14,7 @@ import msgspec
 from actors.drafter.actor import DrafterActor, DrafterStatus
 from actors.rollout.actor import RolloutActor
 from actors.trainer.actor import TrainerActor
-from asyncrl.errors import ActorError, AsyncRLError, WeightSyncError
+from asyncrl.errors import ActorError, AsyncRLError, EngineError, WeightSyncError
 from asyncrl.fleet.state import FleetState
 from asyncrl.types import SendOrder, WeightAck, WeightManifest
 from asyncrl.weights.epochs import Abort, Action, Deliver, Epochs, GiveUp, Send
@@ -48,17 +48,22 @@ def disagreement(ack: WeightAck, manifest: WeightManifest) -> str:
 
 LOOK_SECONDS = 0.5
 """How often the drafter is asked for a better head."""
+TELL_SECONDS = 60.0
+"""Between two sentences about what fails: it may fail with each version."""
 
 
 class DrafterLink:
     """Between the run and its drafter, in the driver's event loop. The run never waits for it: the drafter may be
-    slow, as it has the lowest priority. Every engine gets the same heads, in the same order."""
+    slow, as it has the lowest priority. Nor does it end because of it: completions are the same with an old head, and
+    without any. Every engine gets the same heads, in the same order."""
 
     def __init__(self, drafter: DrafterActor, fleet: FleetState[RolloutActor], *, timeout_s: float) -> None:
         self._drafter = drafter
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._following: asyncio.Task[None] | None = None
+        self._problems: list[str] = []
+        self._told = float("-inf")
         self.status: DrafterStatus | None = None
         """As it was when last heard of."""
 
@@ -68,16 +73,22 @@ class DrafterLink:
             self._following = asyncio.create_task(self._follow(manifest))
 
     async def _follow(self, manifest: WeightManifest) -> None:
-        with suppress(ActorError):  # `serve` hears of a dead drafter too, and says so
+        try:
             await self._drafter.follow(manifest)
+        except ActorError:
+            pass  # `serve` hears of a dead drafter too, and says so
+        except Exception as error:  # whatever it is: it goes on drafting for an older version
+            self._problems.append(f"it cannot follow version {manifest.version}: {error!r}")
 
-    async def serve(self, published: Callable[[int], None], lost: Callable[[str], None]) -> None:
-        """Bring better heads to the engines, as they come, until cancelled or until the drafter dies: completions
-        are the same without it, so the run goes on."""
+    async def serve(
+        self, published: Callable[[int], None], lost: Callable[[str], None], failed: Callable[[str], None]
+    ) -> None:
+        """Bring better heads to the engines, as they come, until cancelled or until the drafter dies, which `lost` is
+        told. `failed` is told what else goes wrong, but not again and again."""
         while True:
             try:
                 if (manifest := await self._drafter.offer()) is not None:
-                    loading = [rollout.load_drafter(manifest) for rollout in self._fleet.handles.values()]
+                    loading = [self._fleet.handles[name].load_drafter(manifest) for name in self._fleet.serving]
                     await acknowledged(manifest, loading, self._timeout_s)
                     published(manifest.version)
                 self.status = await self._drafter.status()
@@ -85,6 +96,13 @@ class DrafterLink:
                 if error.actor == "drafter":
                     lost(str(error))
                     return
+            except (EngineError, WeightSyncError) as error:
+                self._problems.append(f"engines did not take its head: {error}")
+            if self._problems:
+                if time.monotonic() - self._told > TELL_SECONDS:
+                    self._told = time.monotonic()
+                    failed(self._problems[-1])
+                self._problems.clear()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def save(self) -> None:

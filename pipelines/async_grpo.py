@@ -71,9 +71,8 @@ class AsyncGrpo:
             beside = [tasks.create_task(self._generate()), tasks.create_task(self._engines.watch())]
             beside += [tasks.create_task(each) for each in self._scaling()]
             if self._fleet.drafter is not None:
-                beside.append(
-                    tasks.create_task(self._fleet.drafter.serve(self._recorder.drafter, self._recorder.drafter_lost))
-                )
+                told = self._recorder.drafter, self._recorder.drafter_lost, self._recorder.drafter_failed
+                beside.append(tasks.create_task(self._fleet.drafter.serve(*told)))
             try:
                 for step in range(self._first_step, self._run.steps):
                     await self._train_step(step, tasks)

@@ -21,6 +21,7 @@ from asyncrl.drafting.idle_gate import BusyFlag
 from asyncrl.drafting.learner import Acceptance, DrafterLearner
 from asyncrl.drafting.store import HiddenStates
 from asyncrl.drafting.windows import Window, decode
+from asyncrl.engines.adapters import has_adapters
 from asyncrl.models.checkpoint import load_model
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
@@ -91,7 +92,9 @@ class DrafterActor:
         self._states.counters.dropped += dropped
 
     async def follow(self, manifest: WeightManifest) -> None:
-        """A new policy version: draft for its embedding and its output matrix from now on."""
+        """A new policy version: draft for its embedding and its output matrix from now on. Adapters change neither."""
+        if has_adapters(manifest):
+            return
         wanted = {
             name: tensor.clone()
             for name, tensor in read_published(manifest, self._learner.device)

@@ -34,7 +34,7 @@ THREAD_OF = {
 }
 COMPLETIONS, FINISHED = 1, 2
 """Threads of an engine."""
-EVERYWHERE = ("publish", "restart", "alarm", "step_skipped", "engine_lost", "drafter_lost")
+EVERYWHERE = ("publish", "restart", "alarm", "step_skipped", "engine_lost", "drafter_lost", "drafter_failed")
 """Moments that are drawn across all rows."""
 TOLD = ("prompt", "reward", "finish", "answer_tokens", "oldest_version", "newest_version", "fate", "step")
 """Of a completion, when it is clicked on."""

@@ -242,6 +242,10 @@ class Recorder:
         self.event("drafter_lost", reason=reason)
         self._say("the drafter died; engines keep the last head, and the run goes on")
 
+    def drafter_failed(self, problem: str) -> None:
+        self.event("drafter_failed", problem=problem)
+        self._say(f"the drafter: {problem}; engines keep the heads they have, and the run goes on")
+
     def drafter(self, version: int) -> None:
         self.event("drafter_published", version=version)
 

@@ -60,6 +60,16 @@ def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, m
 
 
 @pytest.mark.slow
+def test_a_head_learns_beside_adapters(tmp_path: Path, model: Path, judge: str):
+    """Of the policy only they are published; what a head shares with it does not change."""
+    said = quickstart_runs.run(tmp_path, model, "drafter=eagle", *QUICK, judge, "trainer.lora.rank=4")
+    assert "Traceback" not in said
+    kinds = [event["kind"] for event in read_events(tmp_path / "run" / "events.jsonl")]
+    assert "drafter_published" in kinds
+    assert "drafter_failed" not in kinds
+
+
+@pytest.mark.slow
 def test_a_head_learns_from_what_the_engine_gives(tmp_path: Path, model: Path):
     """The rewards of a group are all equal here, so the trainer has nothing to learn from and makes no forward."""
     file = tmp_path / "judge.py"

@@ -89,7 +89,17 @@ LABELS = {
 TONES = {"ok": "good", "running": "warn", "interrupted": "warn", "failed": "bad", "killed": "bad"}
 STATES = {"ok": "finished", "running": "still going on"}
 TOLD = (
-    *("alarm", "step_skipped", "engine_lost", "restart", "pool_resized", "drafting", "drafter_lost", "stall"),
+    *(
+        "alarm",
+        "step_skipped",
+        "engine_lost",
+        "restart",
+        "pool_resized",
+        "drafting",
+        "drafter_lost",
+        "drafter_failed",
+        "stall",
+    ),
     *("checkpoint_damaged", "pruned"),
 )
 """Events that are listed in words."""

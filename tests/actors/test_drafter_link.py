@@ -1,0 +1,94 @@
+"""A drafter that fails never ends a run: completions are the same without it."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from actors import publisher
+from actors.drafter.actor import DrafterActor
+from actors.publisher import DrafterLink
+from actors.rollout.actor import RolloutActor
+from asyncrl.errors import ActorError, EngineError, WeightSyncError
+from asyncrl.fleet.state import FleetState
+from asyncrl.types import WeightAck, WeightManifest
+
+
+def manifest(version: int) -> WeightManifest:
+    return WeightManifest(version=version, tensors=(), total_bytes=0, digest=f"head {version}", location="")
+
+
+class Drafter:
+    """Has a new head whenever it is asked, and knows the embedding of no version but the first."""
+
+    def __init__(self) -> None:
+        self.offered = 0
+
+    async def offer(self) -> WeightManifest:
+        self.offered += 1
+        return manifest(self.offered)
+
+    async def follow(self, version: WeightManifest) -> None:
+        if version.version > 1:
+            raise KeyError("model.embed_tokens.weight")
+
+    async def status(self) -> None:
+        if self.offered > 5:
+            error = ActorError("actor drafter died during status")
+            error.actor = "drafter"
+            raise error
+
+
+class Engine:
+    """Takes every other head, and refuses the others in this way."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.loaded: list[int] = []
+
+    async def load_drafter(self, head: WeightManifest) -> WeightAck:
+        if self.error is not None and head.version % 2:
+            raise self.error
+        self.loaded.append(head.version)
+        wrong = self.error is None and head.version % 2
+        return WeightAck("a", head.version, "another" if wrong else head.digest)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineError("engine a has no head"), WeightSyncError("head 1 has another digest"), None]
+)
+def test_heads_that_engines_refuse_are_told_of_and_the_next_ones_are_published(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    engine, published, lost, failed = Engine(error), list[int](), list[str](), list[str]()
+    state: FleetState[RolloutActor] = FleetState({"a": cast(RolloutActor, engine)}, 3)
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Drafter())), state, timeout_s=5)
+        link.follow(manifest(1))
+        await asyncio.sleep(0)
+        link.follow(manifest(2))
+        async with asyncio.timeout(30):
+            await link.serve(published.append, lost.append, failed.append)
+
+    asyncio.run(play())
+    assert published == [2, 4, 6]
+    assert lost == ["actor drafter died during status"]
+    assert len(failed) == 1, "not again for each head"
+
+
+def test_a_version_that_it_cannot_follow_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    failed = list[str]()
+    state: FleetState[RolloutActor] = FleetState({}, 3)
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Drafter())), state, timeout_s=5)
+        link.follow(manifest(2))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await link.serve(lambda _: None, lambda _: None, failed.append)
+
+    asyncio.run(play())
+    assert failed == ["it cannot follow version 2: KeyError('model.embed_tokens.weight')"]
