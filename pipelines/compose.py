@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from asyncrl.config import Run, load
 from asyncrl.config.errors import did_you_mean
-from asyncrl.engines.registry import suitable_engine
+from asyncrl.engines.registry import choose_engine
 from asyncrl.errors import ConfigError
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()
@@ -63,7 +63,7 @@ def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
     """`engine=auto` becomes the engine that suits machine and model, and so stands in the run's config.yaml."""
     engine = raw.get("engine")
     if isinstance(engine, dict) and cast(dict[str, Any], engine).get("type") == "auto":
-        raw["engine"] = {**cast(dict[str, Any], engine), "type": suitable_engine(raw.get("model") or {})}
+        raw["engine"] = choose_engine(raw.get("model") or {}, cast(dict[str, Any], engine)).settings
     return raw
 
 

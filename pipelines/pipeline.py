@@ -25,7 +25,7 @@ from asyncrl.config.task import (
     TaskSettings,
 )
 from asyncrl.config.user_code import Environment, Stage
-from asyncrl.engines.registry import suitable_engine
+from asyncrl.engines.registry import choose_engine
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import keep_here, loaded_file, name_of
 from pipelines.recording.result import Result
@@ -87,7 +87,7 @@ class Pipeline:
         task = self._task(prompts)
         given = {key: msgspec.to_builtins(value) for key, value in settings.items()}
         source = msgspec.to_builtins(_model(model))
-        raw: dict[str, Any] = {"cluster": "inprocess", "engine": {"type": suitable_engine(source)}, **given}
+        raw: dict[str, Any] = {"cluster": "inprocess", "engine": choose_engine(source, {}).settings, **given}
         raw |= {
             "name": self._name,
             "model": source,

@@ -3,7 +3,6 @@
 import os
 import subprocess
 from pathlib import Path
-from typing import Literal
 
 from asyncrl.system import minimum_versions
 
@@ -51,8 +50,6 @@ def has_avx512() -> bool:
     return info.exists() and "avx512f" in info.read_text()
 
 
-def default_engine() -> Literal["native", "vllm"]:
-    """vLLM on GPU machines that have a version we support, else the native engine."""
-    return (
-        "vllm" if has_gpu() and minimum_versions.vllm_problem(minimum_versions.vllm_installed()) is None else "native"
-    )
+def runs_vllm() -> bool:
+    """Whether a GPU is here and a version of vLLM that we support."""
+    return has_gpu() and minimum_versions.vllm_problem(minimum_versions.vllm_installed()) is None

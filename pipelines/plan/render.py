@@ -12,6 +12,7 @@ from rich.table import Table
 from asyncrl.config import Run
 from asyncrl.config.user_code import stages
 from asyncrl.config.weights import published_adapters
+from asyncrl.engines.registry import why_engine
 from asyncrl.errors import AsyncRLError
 from asyncrl.fleet.placement import Demand, Offer, arriving, demands, in_words, needed
 from asyncrl.models.config import ModelConfig
@@ -65,6 +66,8 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
         f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published {form}; "
         f"longest prompt with its completion {prompt + run.rollout.max_tokens} tokens"
     )
+    if run.engine.has_model:
+        console.print(why_engine(run))
     if model.backend == "transformers":
         console.print(f"trained with {described(model)}; its memory is an estimate")
     _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)

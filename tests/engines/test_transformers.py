@@ -31,9 +31,9 @@ from tests.support.driving import (
     transformers,
     until_generated,
 )
-from tests.support.families import FAMILIES, family_checkpoint, family_config
+from tests.support.families import FAMILIES, family_checkpoint
 from tests.support.parity import behaviour, gathered, reference_logits, stepped_logits
-from tests.support.tiny_model import tiny_checkpoint, tiny_config
+from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 EXACT = 1e-5
@@ -235,15 +235,3 @@ def test_it_is_built_by_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(registry.problems(run)) == [
         "transformers 5 is needed here and none is installed: pip install 'asyncrl[transformers]'"
     ]
-
-
-def test_auto_is_for_models_that_our_decoder_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "default_engine", lambda: "native")
-    family_config("gemma3").save_pretrained(tmp_path / "gemma3")
-    tiny_config("qwen3").save_pretrained(tmp_path / "qwen3")
-    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "gemma3")}) == "transformers"
-    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "qwen3")}) == "native"
-    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "nothing")}) == "native"
-    assert registry.suitable_engine({"type": "warm_start"}) == "native"
-    monkeypatch.setattr(registry, "default_engine", lambda: "vllm")
-    assert registry.suitable_engine({"type": "checkpoint", "path": str(tmp_path / "gemma3")}) == "vllm"
