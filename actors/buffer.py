@@ -72,6 +72,7 @@ class BufferActor:
         self._activity = Activity()
         self._begun: dict[Slot, tuple[Segment, ...]] = {}
         self._begun_limit = BEGUN
+        self._closed = False
 
     # -- producers -----------------------------------------------------------------------------------------------
 
@@ -104,7 +105,9 @@ class BufferActor:
 
     async def fail(self, slot: Slot, reason: str, tokens: int = 0) -> Receipt:
         """End a slot, and perhaps its group, for `reason`; `tokens` sampled for it count as waste."""
-        return await self._change(lambda: self._store.fail(slot, reason, tokens))
+        return await self._change(
+            lambda: Receipt(slot, "dropped") if self._closed else self._store.fail(slot, reason, tokens)
+        )
 
     async def note(self, begun: dict[Slot, tuple[Segment, ...]]) -> None:
         """Keep what engines have sampled of unfinished completions, for another engine to continue if one dies."""
@@ -187,13 +190,22 @@ class BufferActor:
             dropped=self._store.ledger().dropped,
         )
 
-    async def close(self) -> None:
-        self._store.close()
+    async def close(self) -> tuple[LedgerCounts, dict[str, int]]:
+        """The last sums, slots and wasted tokens by reason: nothing is admitted, stored or given up after this. What
+        comes later a resumed run generates again."""
+        async with self._changed:
+            self._closed = True
+            self._store.close()
+            self._changed.notify_all()
+        return self._store.ledger(), self._store.waste()
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         batch, self._batch = self._batch, _Batch()
+        if self._closed:
+            batch.receipts = [Receipt(sample.slot, "dropped") for sample in batch.samples]
+            return
         try:
             batch.receipts = self._store.append_checked(batch.samples)
         except OSError as error:  # raised to each caller of the batch
@@ -209,7 +221,7 @@ class BufferActor:
         """The first result of `ready`, called after every change and deadline, once expired groups are dropped."""
         end = time.monotonic() + timeout_s
         async with self._changed:
-            while True:
+            while not self._closed:
                 if self._store.expire(self._clock()):
                     self._changed.notify_all()
                 if (result := ready()) is not None or (left := end - time.monotonic()) <= 0:
@@ -217,6 +229,7 @@ class BufferActor:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left, max(0.0, self._store.next_deadline - self._clock()))):
                         await self._changed.wait()
+        return None
 
     def _situation(self) -> str:
         status = self._store.status()

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -19,7 +20,9 @@ from actors.trainer.group import ranks_of
 from asyncrl.errors import ActorError
 from asyncrl.fleet.state import FleetState
 from asyncrl.system.run_directory import replace
+from asyncrl.types import LedgerCounts
 
+T = TypeVar("T")
 CLOSE_SECONDS = 30.0
 """For one actor to end in good order; vLLM needs several seconds."""
 
@@ -37,16 +40,18 @@ class Fleet:
     factory: "EngineFactory"
     drafter: DrafterLink | None = None
 
-    async def close(self) -> None:
-        """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not.
+    async def close(self) -> tuple[LedgerCounts | None, dict[str, int]]:
+        """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not. Returns
+        the buffer's last sums.
 
         Engines are first: to those a reward that is closed would be one that fails, and their samples lost. The buffer
         is last: the others may still have something for it.
         """
         drafters = [self.drafter] if self.drafter is not None else []
         engines = [self.state.handles[name] for name in self.state.participants]
-        for together in (engines, [self.reward, *drafters, self.trainer], [self.buffer]):
-            await asyncio.gather(*(_close(actor) for actor in together))
+        for together in (engines, [self.reward, *drafters, self.trainer]):
+            await asyncio.gather(*(_close(actor.close()) for actor in together))
+        return await _close(self.buffer.close()) or (None, {})
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,11 @@ class EngineFactory:
     """Requests so many engines from the cluster in all, so that it can start machines; 0: no request any more."""
 
 
-async def _close(actor: RolloutActor | RewardActor | DrafterLink | TrainerActor | BufferActor) -> None:
+async def _close(closing: Awaitable[T]) -> T | None:
     with suppress(ActorError, TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
-            await actor.close()
+            return await closing
+    return None
 
 
 ANSWER_S = 10.0

@@ -312,12 +312,6 @@ async def _train(
         task = EndlessTask(make_task(run.task, run.seed), run)
         async with heeding_drains(run.cluster, fleet, stopping):
             await AsyncGrpo(run, fleet, task, recorder, stopping, first_step=first_step).run()
-        return summary.write(
-            directory,
-            recorder,
-            status="ok",
-            ledger=await fleet.buffer.ledger(),
-            waste=await fleet.buffer.waste(),
-        )
     finally:
-        await fleet.close()
+        ledger, waste = await fleet.close()  # before it, engines may still store what they are about to finish
+    return summary.write(directory, recorder, status="ok", ledger=ledger, waste=waste)

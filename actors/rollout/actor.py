@@ -293,7 +293,7 @@ class RolloutActor:
         return self._activity.rollout_situation(self._engine.stats())
 
     async def close(self) -> None:
-        self._delivery.closed = True
+        await self._delivery.close()
         await self._engine.close()
 
 

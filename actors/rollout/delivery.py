@@ -45,6 +45,12 @@ class DeliveryQueue:
         """Whether the fleet is being closed, rewards too: a sample that gets none has not failed. A resumed run asks
         again."""
 
+    async def close(self) -> None:
+        """Returns when no call to the buffer is under way."""
+        self.closed = True
+        async with self._one_call:
+            pass
+
     async def submit(self, judged: RewardInput, trajectory: Trajectory) -> None:
         """Join the next batch; its failure is that of every answer in it."""
         if not self._waiting:
@@ -96,7 +102,8 @@ class DeliveryQueue:
     async def _store_next(self) -> None:
         async with self._one_call:
             ready, self._ready = self._ready, []
-            await self._buffer.append(ready)
+            if not self.closed:
+                await self._buffer.append(ready)
 
 
 def _sample(judged: RewardInput, trajectory: Trajectory, reward: float | Score) -> Sample:

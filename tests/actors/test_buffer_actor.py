@@ -338,3 +338,27 @@ def test_dynamic_sampling_replaces_a_group_of_equal_rewards_and_a_stall_names_th
         assert await buffer.waste() == {"uninformative": 20}
 
     asyncio.run(scenario())
+
+
+def test_nothing_changes_after_the_last_sums(tmp_path: Path) -> None:
+    """Engines may be about to finish something; `asyncrl check` compares the sums with the journal."""
+
+    async def scenario() -> None:
+        clock = Clock()
+        buffer = make(tmp_path, clock)
+        await buffer.admit(1.0)
+        await fill(buffer, 0)
+        appending = asyncio.create_task(buffer.append([payload(1, 0)]))
+        admitting = asyncio.create_task(buffer.admit(timeout_s=60))
+        await asyncio.sleep(0)
+        sums = await buffer.close()
+        clock.now = 1000.0
+        assert [receipt.status for receipt in await appending] == ["dropped"]
+        assert (await buffer.fail(Slot(1, 1), "reward_error", 3)).status == "dropped"
+        assert await admitting == []
+        assert await buffer.close() == sums
+        again = make(tmp_path, restore_step=0)
+        assert (await again.ledger(), await again.waste()) == sums
+        assert sums[0].buffered == 2
+
+    asyncio.run(scenario())
