@@ -82,6 +82,7 @@ def story(directory: Path, nodes: list[Node], cluster: Path) -> dict[str, Any]:
     def note(fact: str, value: Any = None) -> None:
         facts[fact] = value
         facts["seconds"] = facts.get("seconds", {}) | {fact: round(time.monotonic() - facts["begun"], 1)}
+        print(facts["seconds"], flush=True)  # shown if the story does not come to its end
 
     note("alone", knock(operator, environment, "0" * 64, "auto"))
     first = submit("name=first", "steps=20", "model.steps=200")
