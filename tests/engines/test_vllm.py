@@ -19,11 +19,10 @@ from asyncrl.engines.base import Engine
 from asyncrl.engines.vllm import build
 from asyncrl.engines.vllm.build import build_vllm
 from asyncrl.errors import EngineError
-from asyncrl.system import devices, minimum_versions
+from asyncrl.system import minimum_versions
 from asyncrl.system.devices import has_avx512, has_gpu
 from asyncrl.types import EngineStats, SpeculationArm
 from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
-from pipelines.compose import compose
 from pipelines.plan import plan
 from tests.support.driving import LONG, Answer, ask, child_processes, collect, collect_all, serving, until_generated
 from tests.support.parity import gathered, reference_logits
@@ -227,16 +226,3 @@ def test_drafts_for_sampled_answers_are_refused_on_a_cpu(tmp_path: Path, monkeyp
     assert any(words in found for found in plan.problems(run))
     greedy = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, temperature=0.0))
     assert not any(words in found for found in plan.problems(greedy))
-
-
-@pytest.mark.parametrize(
-    ("gpu", "found", "chosen"),
-    [(True, "0.26.0", "vllm"), (True, None, "native"), (True, "0.31.0", "native"), (False, "0.29.0", "native")],
-)
-def test_vllm_is_the_default_where_it_can_use_a_gpu(
-    gpu: bool, found: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(minimum_versions, "vllm_installed", lambda: found)
-    assert compose(["task.max_size=9"]).engine.__struct_config__.tag == chosen
-    assert compose(["experiment=quickstart"]).engine.__struct_config__.tag == "native", "the demo stays on the CPU"
