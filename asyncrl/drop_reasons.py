@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-UserFunction = Literal["reward", "environment", "stage"]
+UserFunction = Literal["reward", "environment", "agent", "stage"]
 Failure = Literal["error", "timeout", "invalid"]
 
 
@@ -39,6 +39,9 @@ class DropReason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_INVALID = "environment_invalid"
+    AGENT_ERROR = "agent_error"
+    AGENT_TIMEOUT = "agent_timeout"
+    AGENT_INVALID = "agent_invalid"
     STAGE_ERROR = "stage_error"
     STAGE_TIMEOUT = "stage_timeout"
     STAGE_INVALID = "stage_invalid"
@@ -115,6 +118,21 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
         "the environment gave no text",
         "the environment function returned no text and not None, or text that the chat template cannot hold as a turn",
         "fix the function: the first invalid value is on stderr",
+    ),
+    DropReason.AGENT_ERROR: Description(
+        "the agent failed",
+        "the harness raised an exception, could not be imported, ended with an error, or its process died",
+        "fix the harness: its first error is on stderr",
+    ),
+    DropReason.AGENT_TIMEOUT: Description(
+        "the agent took too long",
+        "the episode took longer than `agent.timeout_s` and was ended",
+        "make the harness faster, or raise `agent.timeout_s`",
+    ),
+    DropReason.AGENT_INVALID: Description(
+        "the agent gave no result",
+        "the harness returned something that is no result, or sampled nothing",
+        "fix the harness: the first invalid value is on stderr",
     ),
     DropReason.STAGE_ERROR: Description(
         "a stage failed",

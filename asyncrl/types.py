@@ -156,6 +156,41 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
         return len(self.token_bytes) // 4
 
 
+class Branch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A place where the tokens of an episode do not go on from the token before them."""
+
+    start: int
+    """Of its first token in the trajectory."""
+    after: int
+    """The token that it goes on from, having seen all that this one saw; -1: from nothing."""
+    cause: str = ""
+    """Why the call did not continue what was sampled before it, such as `history_edited`."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the model sampled in one call of an episode."""
+
+    start: int
+    stop: int
+    reward: float = 0.0
+    """Its own, on top of the episode's."""
+    tool_calls: int = 0
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trajectory of a harness has beside its tokens: a tree of turns, each token in it once."""
+
+    branches: tuple[Branch, ...] = ()
+    """In the order of their tokens; none: each call continued the one before it."""
+    turns: tuple[Turn, ...] = ()
+    model_s: float = 0.0
+    """Seconds in which at least one call was being sampled."""
+    tools_s: float = 0.0
+    """Seconds between calls: the harness and its tools."""
+    wasted_tokens: int = 0
+    """Sampled and not trained: of calls that were cut off."""
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One finished sample. Times are seconds of the wall clock."""
 
@@ -171,6 +206,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     precision: str = "fp32"
     parts: dict[str, float] = {}
     """What the reward is made of, where its function says so."""
+    episode: Episode | None = None
+    """Of a harness."""
 
     @property
     def tokens(self) -> Ints:

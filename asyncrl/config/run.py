@@ -23,7 +23,7 @@ from asyncrl.config.staleness import FixedStaleness, StalenessControl
 from asyncrl.config.task import ChainsTask, TaskSettings
 from asyncrl.config.trackers import TrackerName
 from asyncrl.config.trainer import Trainer, check_trainer
-from asyncrl.config.user_code import Environment, Stages, check_environment
+from asyncrl.config.user_code import Agent, Environment, Stages, check_agent, check_environment
 from asyncrl.config.user_code import Reward as Reward
 from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
@@ -242,6 +242,7 @@ class Run(Settings, frozen=True):
     task: TaskSettings = ChainsTask()
     reward: Reward = Reward()
     environment: Environment = Environment()
+    agent: Agent = Agent()
     stages: Stages = ()
     """Filters and judges between the reward and the buffer, in this order."""
     rollout: Rollout = Rollout()
@@ -343,6 +344,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
     check_pool(run)
     check_trainer(run)
     check_environment(run)
+    check_agent(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     run.task.check(run)

@@ -52,17 +52,17 @@ def kind_of(name: str) -> Kind:
 
 
 def main(name: UserFunction, location: str) -> None:
-    requests, answers = _private_pipes()
-    threading.Thread(target=_die_with_parent, args=(requests.fileno(),), daemon=True).start()
+    requests, answers = private_pipes()
+    threading.Thread(target=die_with_parent, args=(requests.fileno(),), daemon=True).start()
     kind = kind_of(name)
     function = attempt(name, find_function, location)  # importing runs the user's code
-    _answer(answers, function if isinstance(function, RewardFailure) else None)
+    answer(answers, function if isinstance(function, RewardFailure) else None)
     if isinstance(function, RewardFailure):
         return
     decoder = msgspec.msgpack.Decoder(kind.input)
     while header := requests.read(HEADER.size):
         (length,) = HEADER.unpack(header)
-        _answer(answers, kind.call(function, decoder.decode(requests.read(length))))
+        answer(answers, kind.call(function, decoder.decode(requests.read(length))))
 
 
 def judge(function: Function, sample: RewardInput) -> RewardResult:
@@ -81,7 +81,7 @@ def _judge(function: Function, sample: RewardInput) -> object:
     return function(sample.prompt, sample.completion, sample.answer)
 
 
-def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+def private_pipes() -> tuple[BinaryIO, BinaryIO]:
     # Requests stay open to the end: if the watcher first looks when `main` is done, closed ones would be a hang-up.
     requests = os.fdopen(os.dup(0), "rb", closefd=False)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -92,7 +92,7 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def _answer(answers: BinaryIO, result: object) -> None:
+def answer(answers: BinaryIO, result: object) -> None:
     payload = msgspec.msgpack.encode(result)
     try:
         answers.write(HEADER.pack(len(payload)) + payload)
@@ -100,7 +100,7 @@ def _answer(answers: BinaryIO, result: object) -> None:
         os._exit(0)
 
 
-def _die_with_parent(requests: int) -> None:
+def die_with_parent(requests: int) -> None:
     """Wait until the other end of stdin is closed, also while the function runs or hangs."""
     poll = select.poll()
     poll.register(requests, 0)  # no event but the hang-up
