@@ -14,13 +14,14 @@ A program gets a line of JSON on stdin (`prompt`, `answer`, `url`, `anthropic_ur
 clients read (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY). What it prints is the result.
 """
 
-from math import isfinite
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from asyncrl.data.reward_parts import finite
 from asyncrl.drop_reasons import DropReason
-from asyncrl.user_code.protocol import RewardFailure
+from asyncrl.user_code.protocol import RewardFailure, attempt
 from asyncrl.user_code.score import RULE, Score, read_score
 
 MAX_RESULT = 1 << 20
@@ -42,7 +43,7 @@ class Access(msgspec.Struct, frozen=True):
         return self.url.removesuffix("/v1")
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
+class Outcome(msgspec.Struct, frozen=True):
     """How an episode ended."""
 
     result: str | None = None
@@ -51,6 +52,14 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     """The reward itself, in place of the reward function's."""
     turn_rewards: tuple[float, ...] = ()
     """Of each call of the model, in the order in which they were answered; empty: none has one of its own."""
+
+
+class EpisodeResult(msgspec.Struct, frozen=True, tag=True):
+    """A checked outcome."""
+
+    text: str | None = None
+    reward: Score | None = None
+    turn_rewards: tuple[float, ...] = ()
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -62,13 +71,34 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     access: Access
 
 
-def outcome(value: Any) -> Outcome | RewardFailure:
-    """What a harness returned, in one form."""
-    found = value if isinstance(value, Outcome) else _outcome(value)
-    if found is None or not _valid(found):
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """What a worker says of an episode that is over."""
+
+    episode: str
+    result: EpisodeResult | RewardFailure
+
+
+def play(function: Callable[..., Any], task: Task) -> EpisodeResult | RewardFailure:
+    """Call it in this thread."""
+    try:
+        return read_outcome(attempt("agent", function, task.prompt, task.answer, task.access))
+    except SystemExit as end:  # a script that ends itself
+        return failure(f"it called sys.exit({end.code!r})")
+
+
+def failure(message: str) -> RewardFailure:
+    return RewardFailure(DropReason.AGENT_ERROR, message)
+
+
+def read_outcome(value: Any) -> EpisodeResult | RewardFailure:
+    """What a harness returned, checked: nobody knows what it put there."""
+    if isinstance(value, RewardFailure):
+        return value
+    outcome = value if isinstance(value, Outcome) else _outcome(value)
+    if outcome is None or (found := _checked(outcome)) is None:
         message = f"returned {value!r:.200}; a harness returns a text, None, a reward or an Outcome of these: {RULE}"
         return RewardFailure(DropReason.AGENT_INVALID, message)
-    return found if found.reward is None else msgspec.structs.replace(found, reward=read_score(found.reward))
+    return found
 
 
 def _outcome(value: Any) -> Outcome | None:
@@ -77,11 +107,11 @@ def _outcome(value: Any) -> Outcome | None:
     return None if (score := read_score(value)) is None else Outcome(reward=score)
 
 
-def _valid(found: Outcome) -> bool:
-    """Its fields may hold anything: nobody has checked what the harness put there."""
-    text, rewards = found.result, found.turn_rewards
-    return (
-        (text is None or (isinstance(text, str) and len(text) <= MAX_RESULT))  # pyright: ignore[reportUnnecessaryIsInstance]
-        and (found.reward is None or read_score(found.reward) is not None)
-        and all(isinstance(each, int | float) and isfinite(each) for each in rewards)  # pyright: ignore[reportUnnecessaryIsInstance]
-    )
+def _checked(found: Outcome) -> EpisodeResult | None:
+    text: Any = found.result
+    score = None if found.reward is None else read_score(found.reward)
+    rewards = [finite(each) for each in found.turn_rewards]
+    wrong = (found.reward is not None and score is None) or None in rewards
+    if wrong or not (text is None or (isinstance(text, str) and len(text) <= MAX_RESULT)):
+        return None
+    return EpisodeResult(text, score, tuple(each for each in rewards if each is not None))

@@ -1,83 +1,80 @@
-"""The child that plays episodes: `python -m asyncrl.user_code.harness_worker module:function`.
+"""The child that plays episodes: `python -m asyncrl.user_code.harness_worker module:function`, or `"" WORD ...` for
+the words of a program.
 
-Many at a time: an async function as tasks of one event loop, any other in a thread each. Frames are those of
-`asyncrl.user_code.worker`. A task comes as `Task` and is answered by an `Ended`; a text names an episode to be
-cancelled, which a thread cannot be.
+Many at a time: an async function as tasks of one event loop, any other in a thread each. The parent sends a `Task`, or
+the name of an episode to be cancelled, which a thread cannot be. It hears of each episode that has `Ended`, and gets
+each name back when the event loop has come to cancel it.
 """
 
 import asyncio
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-import msgspec
-
 from asyncrl.system.user_functions import find_function
-from asyncrl.user_code.agents import Outcome, Task, outcome
-from asyncrl.user_code.protocol import RewardFailure, attempt
-from asyncrl.user_code.worker import HEADER, answer, die_with_parent, private_pipes
+from asyncrl.user_code.agents import Ended, Task, failure, play, read_outcome
+from asyncrl.user_code.programs import Program
+from asyncrl.user_code.protocol import RewardFailure, attempt, describe
+from asyncrl.user_code.worker import answer, connect, frames
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
-    episode: str
-    outcome: Outcome | RewardFailure
-
-
-def main(location: str) -> None:
-    requests, answers = private_pipes()
-    threading.Thread(target=die_with_parent, args=(requests.fileno(),), daemon=True).start()
-    function = attempt("agent", find_function, location)  # importing runs the user's code
+def main(location: str, command: Sequence[str]) -> None:
+    program = Program(command)
+    requests, answers = connect(program.kill_all)
+    function = attempt("agent", find_function, location) if location else program.found()  # importing runs their code
     answer(answers, function if isinstance(function, RewardFailure) else None)
     if not isinstance(function, RewardFailure):
-        asyncio.run(_serve(requests, answers, function))
+        asyncio.run(_Episodes(answers, function).serve(requests))
 
 
-async def _serve(requests: BinaryIO, answers: BinaryIO, function: Callable[..., Any]) -> None:
-    loop, playing, one_at_a_time = asyncio.get_running_loop(), dict[str, asyncio.Task[None]](), threading.Lock()
-    decoder = msgspec.msgpack.Decoder(Task | str)
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+class _Episodes:
+    def __init__(self, answers: BinaryIO, function: Callable[..., Any]) -> None:
+        self._answers, self._function = answers, function
+        called: Any = getattr(function, "__call__", None)  # noqa: B004  (of an object that can be called)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+        self._playing: dict[str, asyncio.Task[None]] = {}
+        self._one_at_a_time = threading.Lock()
 
-    def end(task: Task, value: Any) -> None:
-        found = value if isinstance(value, RewardFailure) else outcome(value)
-        with one_at_a_time:
-            answer(answers, Ended(task.episode, found))
+    async def serve(self, requests: BinaryIO) -> None:
+        loop = asyncio.get_running_loop()
 
-    async def play(task: Task) -> None:
-        try:
-            end(task, await attempt_async(function, task))
-        finally:
-            playing.pop(task.episode, None)
+        def read() -> None:
+            for given in frames(requests, Task | str):
+                loop.call_soon_threadsafe(self._begin, given)
 
-    def play_in_thread(task: Task) -> None:
-        end(task, attempt("agent", function, task.prompt, task.answer, task.access))
+        await asyncio.to_thread(read)
 
-    def begin(given: Task | str) -> None:
+    def _begin(self, given: Task | str) -> None:
         if isinstance(given, str):
-            if (task := playing.get(given)) is not None:
-                task.cancel()
-        elif is_async:
-            playing[given.episode] = asyncio.create_task(play(given))
+            self._tell(given)
+            if (playing := self._playing.get(given)) is not None:
+                playing.cancel()
+        elif self._is_async:
+            self._playing[given.episode] = asyncio.create_task(self._play(given))
         else:
-            threading.Thread(target=play_in_thread, args=(given,), name=given.episode, daemon=True).start()
+            threading.Thread(target=self._play_in_thread, args=(given,), name=given.episode, daemon=True).start()
 
-    def read() -> None:
-        while header := requests.read(HEADER.size):
-            loop.call_soon_threadsafe(begin, decoder.decode(requests.read(HEADER.unpack(header)[0])))
+    async def _play(self, task: Task) -> None:
+        result: Any = failure("it was cancelled")
+        try:
+            result = read_outcome(await self._function(task.prompt, task.answer, task.access))
+        except Exception as error:  # the user's code may raise anything
+            result = failure(describe(error))
+        except SystemExit as end:
+            result = failure(f"it called sys.exit({end.code!r})")
+        finally:
+            self._playing.pop(task.episode, None)
+            self._tell(Ended(task.episode, result))
 
-    await asyncio.to_thread(read)
+    def _play_in_thread(self, task: Task) -> None:
+        self._tell(Ended(task.episode, play(self._function, task)))
 
-
-async def attempt_async(function: Callable[..., Any], task: Task) -> Any:
-    from asyncrl.drop_reasons import DropReason
-    from asyncrl.user_code.protocol import describe
-
-    try:
-        return await function(task.prompt, task.answer, task.access)
-    except Exception as error:  # the user's code may raise anything
-        return RewardFailure(DropReason.AGENT_ERROR, describe(error))
+    def _tell(self, what: Ended | str) -> None:
+        with self._one_at_a_time:
+            answer(self._answers, what)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])
