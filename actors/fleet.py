@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from actors.buffer import BufferActor
+from actors.gateway.actor import GatewayActor
 from actors.publisher import DrafterLink, Publisher
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
@@ -36,6 +37,14 @@ class Fleet:
     publisher: Publisher
     factory: "EngineFactory"
     drafter: DrafterLink | None = None
+    gateway: GatewayActor | None = None
+    """Of a run of an agent."""
+
+    @property
+    def unique(self) -> dict[str, object]:
+        """By role, those of which a run has one and cannot do without."""
+        gateway = {"gateway": self.gateway} if self.gateway is not None else {}
+        return {"buffer": self.buffer, "reward": self.reward, **gateway}
 
     async def close(self) -> None:
         """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not.
@@ -44,8 +53,9 @@ class Fleet:
         is last: the others may still have something for it.
         """
         drafters = [self.drafter] if self.drafter is not None else []
+        gateways = [self.gateway] if self.gateway is not None else []
         engines = [self.state.handles[name] for name in self.state.participants]
-        for together in (engines, [self.reward, *drafters, self.trainer], [self.buffer]):
+        for together in (engines, [self.reward, *gateways, *drafters, self.trainer], [self.buffer]):
             await asyncio.gather(*(_close(actor) for actor in together))
 
 
@@ -61,7 +71,7 @@ class EngineFactory:
     """Requests so many engines from the cluster in all, so that it can start machines; 0: no request any more."""
 
 
-async def _close(actor: RolloutActor | RewardActor | DrafterLink | TrainerActor | BufferActor) -> None:
+async def _close(actor: RolloutActor | RewardActor | GatewayActor | DrafterLink | TrainerActor | BufferActor) -> None:
     with suppress(ActorError, TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
             await actor.close()
@@ -72,7 +82,7 @@ ANSWER_S = 10.0
 
 async def write_pid_file(fleet: Fleet, path: Path) -> None:
     """`path` gets the process ids by role, of the actors that answer. A restarted process has another one."""
-    actors = {"buffer": fleet.buffer, "reward": fleet.reward, **ranks_of(fleet.trainer), **fleet.state.handles}
+    actors = {**fleet.unique, **ranks_of(fleet.trainer), **fleet.state.handles}
     answers = await asyncio.to_thread(probe, actors, _own_pid, ANSWER_S)
     pids = {name: pid for name, pid in answers.items() if isinstance(pid, int)}
     replace(path, msgspec.json.encode({"driver": os.getpid(), **pids}))

@@ -357,6 +357,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """So many of the first `tokens` have their routes from the engine that fed them first; those of the others are
     returned."""
 
+    def after(self, sampled: Sequence[Segment]) -> "Request":
+        """The rest, behind what was sampled of it."""
+        said = [token for segment in sampled for token in segment.tokens.tolist()]
+        return msgspec.structs.replace(self, tokens=(*self.tokens, *said), resumed=self.resumed + len(said))
+
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """Newly sampled tokens of one request, all from one policy version."""

@@ -267,7 +267,8 @@ class Run(Settings, frozen=True):
     def replays_routes(self) -> bool:
         """Whether routes are recorded and replayed, if the model has experts: transformers takes none."""
         wanted, always = self.rollout.router_replay, self.engine.returns_routes == "always"
-        return (wanted == "on" or (wanted == "auto" and always)) and self.model.backend != "transformers"
+        replays = wanted == "on" or (wanted == "auto" and always)
+        return replays and self.model.backend != "transformers" and not self.agent.on
 
     @property
     def samples_per_step(self) -> int:

@@ -107,7 +107,8 @@ def _ranks(run: Run, offer: Offer | None) -> Iterator[str]:
 def _functions(run: Run) -> Iterator[str]:
     """Functions of the user's that cannot be loaded."""
     environment = [run.environment] if run.environment.on else []
-    called: list[Called] = [run.reward, *environment, *stages(run.stages)]
+    agent = [run.agent] if run.agent.on else []
+    called: list[Called] = [run.reward, *environment, *agent, *stages(run.stages)]
     names = [settings.function for settings in called]
     checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
     for field, name in (*run.algorithm.functions, *run.correction.functions):  # those that the trainer calls

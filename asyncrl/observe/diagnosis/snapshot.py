@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.types import BufferStatus
 
-Stage = Literal["generate", "environment", "verdict", "reward", "append"]
+Stage = Literal["generate", "environment", "agent", "verdict", "reward", "append"]
 Health = Literal["answers", "busy", "silent", "stopped", "dead"]
 """`busy`: the process answers, but its event loop takes no calls. `silent`: the process does not answer either."""
 
