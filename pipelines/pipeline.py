@@ -24,7 +24,7 @@ from asyncrl.config.task import (
     ReasoningGymTask,
     TaskSettings,
 )
-from asyncrl.config.user_code import Environment, Stage
+from asyncrl.config.user_code import Agent, Environment, Stage
 from asyncrl.engines.registry import suitable_engine
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import keep_here, loaded_file, name_of

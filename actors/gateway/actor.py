@@ -12,18 +12,19 @@ It outlives engines. When another engine asks for the same slot, it goes on with
 import asyncio
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from actors.gateway.calls import HELD_OUT, Calls, Sampled, Work
 from actors.runtime.resources import own_address
+from asyncrl.chat import chat_format
 from asyncrl.config import Run
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.drop_reasons import DropReason
 from asyncrl.fleet.placement import HERE
-from asyncrl.gateway.chat import chat_format
 from asyncrl.gateway.record import EpisodeRecord
 from asyncrl.gateway.server import GatewayServer
 from asyncrl.observe.diagnosis.activity import Activity
@@ -92,9 +93,10 @@ class GatewayActor:
         self._calls = Calls()
         self._pool = make_harness_pool(run.agent)
         self._server = GatewayServer(
-            chat_format(load_tokenizer(model_path), run.rollout, run.agent.tool_format),
-            history=run.agent.history,
+            chat_format(load_tokenizer(model_path), run.agent.tool_format),
+            max_tokens=run.rollout.max_tokens,
             context=run.engine.length_limit or 0,
+            history=run.agent.history,
         )
         self._episodes: dict[str, _Open] = {}
         self._told: set[str] = set()
@@ -173,9 +175,7 @@ class GatewayActor:
 
     async def _play(self, name: str, found: _Open, play: Play) -> Played:
         started, prompt = time.time(), play.prompt
-        access = self._server.open(
-            name, lambda request: self._calls.sample(name, request), sampling=play.sampling, seed=play.seed
-        )
+        access = self._server.open(name, partial(self._calls.sample, name), sampling=play.sampling, seed=play.seed)
         result: EpisodeResult | RewardFailure
         found.limit = asyncio.timeout_at(_loop_time(play.deadline))
         try:
@@ -203,7 +203,7 @@ class GatewayActor:
             failure = RewardFailure(DropReason.AGENT_INVALID, message)
         if failure is not None:
             self._tell(failure)
-        turns = record.texts()
+        turns = record.texts
         completion = turns[-1] if given.text is None and turns else given.text or ""
         return Played(
             segments=segments,

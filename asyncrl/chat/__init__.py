@@ -2,5 +2,6 @@
 
 from asyncrl.chat.format import ChatFormat
 from asyncrl.chat.messages import Message, Reply, ToolCall
+from asyncrl.chat.plain import PlainFormat, chat_format
 
-__all__ = ["ChatFormat", "Message", "Reply", "ToolCall"]
+__all__ = ["ChatFormat", "Message", "PlainFormat", "Reply", "ToolCall", "chat_format"]

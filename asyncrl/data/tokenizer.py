@@ -165,6 +165,10 @@ class Tokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    @property
     def chat_template(self) -> ChatTemplate:
         if self._chat is None:
             raise CheckpointError(

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ import numpy as np
 
 from asyncrl.chat import Message, Reply
 from asyncrl.gateway.causes import BranchCause
-from asyncrl.gateway.conversations import Conversation, Conversations, Node, conversation, outline
+from asyncrl.gateway.conversations import text_of, Conversation, Conversations, Node, conversation, outline
 from asyncrl.gateway.errors import AbortedError, NoRoomError
 from asyncrl.gateway.tree import NOTHING, Match, TokenTree
 from asyncrl.types import Branch, Episode, Finish, Floats, Ints, Segment, Turn
@@ -115,12 +116,30 @@ class EpisodeRecord:
         self._segments: list[Segment] = []
         self._branches: list[Branch] = []
         self._turns: list[_Answered] = []
+        self._last_messages: Sequence[Message] = ()
         self._first_prompt = 0
         self._calls = 0
         self._times = _Times(clock)
         self.wasted_tokens = 0
         self.out_of_room = False
         """Whether a call was cut off, or not answered, because all tokens were used up."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The conversation of the last call from the model's first turn on: the model's turns and, in between, what it
+        was told."""
+        if not self._turns:
+            return ()
+        told = list[str]()
+        texts = list[str]()
+        for message in dropwhile(lambda message: message["role"] != "assistant", self._last_messages):
+            if message["role"] == "assistant":
+                texts += ["\n".join(told)] if texts else []
+                texts.append(text_of(message.get("content")))
+                told = []
+            else:
+                told.append(text_of(message.get("content")))
+        return (*texts, *(["\n".join(told)] if texts else []), self._turns[-1].reply.content)
 
     @property
     def last_reply(self) -> Reply | None:
@@ -241,6 +260,7 @@ class EpisodeRecord:
             self._segments.append(Segment.given(given))
         self._segments += segments
         self._tree.append(after, np.concatenate([given, *(segment.tokens for segment in segments)]))
+        self._last_messages = call.messages
         self._turns.append(_Answered(start + len(given), self._tree.size, reply))
         self._conversations.add(call.conversation, call.node, message, self._tree.size - 1)
 
