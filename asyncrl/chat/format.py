@@ -125,6 +125,10 @@ class ChatFormat:
             content, calls, _ = Parsed(text) if tools == () else self._format.parse(text, tools or ())
         return Reply(content, reasoning, tuple(_tool_calls(calls, call)))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        return self._tokenizer.decode(ids, special_tokens=True)
+
     def not_append_only(self, *, options: Options = NO_OPTIONS) -> str:
         """What the template changes in the history of a conversation, and what that costs; empty: it only appends."""
         tools = (PROBE_TOOL,) if self._shows_tools else ()

@@ -13,8 +13,9 @@ import msgspec
 import xxhash
 
 from asyncrl.chat import Message
+from asyncrl.chat.messages import REASONING_FIELDS
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
+SYSTEM = ("system", "developer")
 _DIGEST = xxhash.xxh3_128_digest
 
 
@@ -98,12 +99,14 @@ def _recency(node: Node) -> int:
     return -1 if node.replied is None else node.replied.position
 
 
-def conversation(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Conversation:
+def conversation(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> Conversation:
     return Conversation(
-        root=_DIGEST(msgspec.json.encode((tools, options), order="deterministic")),
+        root=_DIGEST(msgspec.json.encode((tools, dict(options)), order="deterministic")),
         digests=[message_digest(message) for message in messages],
         reasoning=[reasoning_of(message) for message in messages],
-        opening=sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages)),
+        opening=sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM, messages)),
     )
 
 
@@ -122,7 +125,7 @@ def outline(message: Message) -> bytes:
 
 
 def reasoning_of(message: Message) -> str:
-    return next((message[name].strip() for name in REASONING if message.get(name)), "")
+    return next((message[name].strip() for name in REASONING_FIELDS if message.get(name)), "")
 
 
 def _content(message: Message) -> str:

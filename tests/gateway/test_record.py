@@ -13,7 +13,7 @@ from asyncrl.chat import Message
 from asyncrl.gateway.causes import BranchCause
 from asyncrl.gateway.errors import AbortedError, NoRoomError
 from asyncrl.gateway.record import Answer, EpisodeRecord, OpenCall, SampledTokens
-from asyncrl.types import GIVEN, Episode, Segment
+from asyncrl.types import GIVEN, Episode, Ints, Segment
 from tests.support.character_chat import END, CharacterChat, decode, encode
 
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -35,11 +35,11 @@ class Harness:
     def __init__(self, **options: Any) -> None:
         chat = options.pop("chat", CharacterChat())
         self.record = EpisodeRecord(chat, **{"max_tokens": 10_000, **options})
-        self.prompts: list[str] = []
+        self.prompts: list[Ints] = []
 
     def say(self, messages: list[Message], reply: str, **options: Any) -> Message:
         [call] = self.record.begin(messages, options.pop("tools", ()))
-        self.prompts.append(decode(call.prompt.tolist()))
+        self.prompts.append(call.prompt)
         return self.record.end(call, sampled(reply), **options).reply.message()
 
     @property
@@ -84,14 +84,16 @@ def test_a_conversation_is_one_line_and_nothing_sampled_is_tokenized_again() -> 
         ("no<|im_end|>", 3),
     ]
     assert segments[1].tokens.tolist() == [ord(c) for c in "<think>hm</think>a cab"] + [END]
-    assert harness.prompts[1] == CharacterChat().show(second)
+    assert decode(harness.prompts[1].tolist()) == CharacterChat().show(second)
 
 
 REPLY = '<think>so</think>I look<call>find {"key": 1.0, "where": ["\\u00e9"]}</call>'
 BACK: dict[str, Any] = {
     "role": "assistant",
     "content": "I look",
-    "tool_calls": [{"id": "x", "type": "function", "function": {"name": "find", "arguments": '{"where":["é"],"key":1}'}}],
+    "tool_calls": [
+        {"id": "x", "type": "function", "function": {"name": "find", "arguments": '{"where":["é"],"key":1}'}}
+    ],
 }
 
 
@@ -166,7 +168,10 @@ def test_replies_of_one_call_are_parallel_branches() -> None:
 
 def test_a_template_that_strips_reasoning() -> None:
     """`keep` goes on from what was sampled; `template` makes a branch of each later call."""
-    kept, rendered = Harness(chat=CharacterChat(strips=True)), Harness(chat=CharacterChat(strips=True), history="template")
+    kept, rendered = (
+        Harness(chat=CharacterChat(strips=True)),
+        Harness(chat=CharacterChat(strips=True), history="template"),
+    )
     for harness in (kept, rendered):
         messages: list[Message] = []
         for turn in range(3):
@@ -198,7 +203,8 @@ def test_a_stop_text_ends_the_tokens_where_an_engine_would_have_stopped() -> Non
     assert harness.record.wasted_tokens == len("ervation: made up") + 1
     harness.say([user("go"), first, user("Observation: true")], "ok")
     assert harness.causes == []
-    assert harness.prompts[1].endswith("think\nObs<|im_end|>\n<|im_start|>user\nObservation: true<|im_end|>\n<|im_start|>assistant\n")
+    further = "think\nObs<|im_end|>\n<|im_start|>user\nObservation: true<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(harness.prompts[1].tolist()).endswith(further)
 
 
 def test_all_tokens_after_the_first_prompt_are_bounded() -> None:
@@ -207,7 +213,9 @@ def test_all_tokens_after_the_first_prompt_are_bounded() -> None:
     assert call.room == 60
     first = harness.record.end(call, sampled("one", finish="stop")).reply.message()
     calls = harness.record.begin([user("x" * 500), first, user("y")], n=2)
-    assert [call.room for call in calls] == [60 - 4 - len(encode("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"))] * 2
+    assert [call.room for call in calls] == [
+        60 - 4 - len(encode("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"))
+    ] * 2
     ends = [harness.record.end(call, sampled("z" * (call.room - 3), finish="stop")) for call in calls]
     assert [end.finish for end in ends] == ["stop", "length"]
     assert len(ends[1].tokens) == 2, "what the other reply left"
@@ -256,7 +264,9 @@ def test_rewards_of_turns() -> None:
 TEXTS = st.text("ab<c", max_size=6)
 REPLIES = st.builds(
     lambda reasoning, content, calls: (
-        (f"<think>{reasoning}</think>" if reasoning else "") + content + "".join(f"<call>f {json.dumps(c)}</call>" for c in calls)
+        (f"<think>{reasoning}</think>" if reasoning else "")
+        + content
+        + "".join(f"<call>f {json.dumps(c)}</call>" for c in calls)
     ),
     st.text("abc", max_size=4),
     TEXTS,
@@ -265,7 +275,9 @@ REPLIES = st.builds(
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("begin"), st.integers(0, 5), st.integers(1, 3), st.sampled_from([(), ({"type": "t"},)])),
-        st.tuples(st.just("end"), st.integers(0, 5), REPLIES, st.sampled_from(["stop", "stop", "stop", "length", "abort"])),
+        st.tuples(
+            st.just("end"), st.integers(0, 5), REPLIES, st.sampled_from(["stop", "stop", "stop", "length", "abort"])
+        ),
         st.tuples(st.just("drop"), st.integers(0, 5)),
         st.tuples(st.just("edit"), st.integers(0, 5), st.integers(0, 8), TEXTS),
         st.tuples(st.just("rewind"), st.integers(0, 5), st.integers(1, 8)),
@@ -286,7 +298,13 @@ def sent_back(reply: Message, style: str) -> Message:
         return {**reply, "content": [{"type": "text", "text": reply["content"]}]}
     if style == "json":
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]), indent=1)}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(json.loads(call["function"]["arguments"]), indent=1),
+                },
+            }
             for call in reply.get("tool_calls", ())
         ]
         return {**reply, "tool_calls": calls} if calls else reply
@@ -304,7 +322,13 @@ def sent_back(reply: Message, style: str) -> Message:
     stop=st.sampled_from([(), ("<",), ("bc", "cc")]),
 )
 def test_the_tree_is_what_the_engine_was_given_and_sampled(
-    steps: list[tuple[Any, ...]], style: str, history: Any, strips: bool, continues: bool, room: int, stop: tuple[str, ...]
+    steps: list[tuple[Any, ...]],
+    style: str,
+    history: Any,
+    strips: bool,
+    continues: bool,
+    room: int,
+    stop: tuple[str, ...],
 ) -> None:
     """Against a plain list of all calls."""
     record = EpisodeRecord(CharacterChat(strips=strips, continues=continues), max_tokens=room, history=history)
@@ -349,7 +373,14 @@ def test_the_tree_is_what_the_engine_was_given_and_sampled(
 
 
 def _end(
-    record: EpisodeRecord, call: OpenCall, text: str, finish: str, stop: tuple[str, ...], number: int, expected: Any, spent: int
+    record: EpisodeRecord,
+    call: OpenCall,
+    text: str,
+    finish: str,
+    stop: tuple[str, ...],
+    number: int,
+    expected: Any,
+    spent: int,
 ) -> tuple[Answer | None, int]:
     tokens = sampled(text, finish=finish).segments[0].tokens.tolist()[: call.room]
     logprobs = np.linspace(-number - 1, -number, len(tokens), dtype=np.float32).tolist()
