@@ -54,6 +54,24 @@ class Conversations:
         self._roots: dict[bytes, Node] = {}
         self._openings: set[bytes] = set()
         """Messages that conversations began with, whatever their tools."""
+        self._seen: dict[bytes, tuple[bytes, str]] = {}
+        """Digest and reasoning of messages that were compared before, by their exact text: clients send all of them with
+        each call."""
+
+    def compared(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> Conversation:
+        digests, reasoning = list[bytes](), list[str]()
+        for message in messages:
+            exact = _DIGEST(msgspec.json.encode(message))
+            if (known := self._seen.get(exact)) is None:
+                known = self._seen[exact] = message_digest(message), reasoning_of(message)
+            digests.append(known[0])
+            reasoning.append(known[1])
+        opening = sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM, messages))
+        return Conversation(
+            _DIGEST(msgspec.json.encode((tools, dict(options)), order="deterministic")), digests, reasoning, opening
+        )
 
     def find(self, conversation: Conversation, start: Node | None = None) -> Node:
         """The deepest node that the messages lead to, from `start` on. Where they lead to several, as the reasoning that
@@ -97,17 +115,6 @@ def _added(parent: Node, digest: bytes, reasoning: str) -> Node:
 
 def _recency(node: Node) -> int:
     return -1 if node.replied is None else node.replied.position
-
-
-def conversation(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> Conversation:
-    return Conversation(
-        root=_DIGEST(msgspec.json.encode((tools, dict(options)), order="deterministic")),
-        digests=[message_digest(message) for message in messages],
-        reasoning=[reasoning_of(message) for message in messages],
-        opening=sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM, messages)),
-    )
 
 
 def _opening(conversation: Conversation) -> bytes:

@@ -31,13 +31,14 @@ from asyncrl.gateway.apis.responses import Responses
 from asyncrl.gateway.call import ApiRequest, Answers
 from asyncrl.gateway.episode import OpenEpisode
 from asyncrl.gateway.errors import CallError
-from asyncrl.user_code.agents import Access
 
 if TYPE_CHECKING:
     from asyncrl.gateway.server import GatewayServer
 
 MAX_BODY = 64 << 20
 """Bytes of a request."""
+MODEL = "policy"
+"""The name that is listed; any other is accepted."""
 IDLE_S = 3600
 """A connection is kept so long: tools take their time, and a client that reuses one just closed sees an error."""
 CLOSE_S = 2
@@ -135,7 +136,7 @@ async def _answer(request: Request, episode: OpenEpisode, path: str) -> Response
         prompt = _decode(_COUNT, await _body(request)).call(episode.history)
         return _json({"input_tokens": episode.count(prompt)})
     if path == "models" and request.method == "GET":
-        model = _model(Access.model)
+        model = _model(MODEL)
         return _json(
             {"object": "list", "data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
         )

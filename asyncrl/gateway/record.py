@@ -21,7 +21,7 @@ import numpy as np
 from asyncrl.chat import Message, Reply
 from asyncrl.chat.format import NO_OPTIONS
 from asyncrl.gateway.causes import BranchCause
-from asyncrl.gateway.conversations import Conversation, Conversations, Node, conversation, outline
+from asyncrl.gateway.conversations import Conversation, Conversations, Node, outline
 from asyncrl.gateway.errors import AbortedError, NoRoomError
 from asyncrl.gateway.tree import NOTHING, Match, TokenTree
 from asyncrl.types import Branch, Episode, Finish, Floats, Ints, Segment, Turn
@@ -138,7 +138,7 @@ class EpisodeRecord:
         self, messages: Sequence[Message], tools: Tools = (), *, options: Options = NO_OPTIONS, n: int = 1
     ) -> list[OpenCall]:
         """A call that asks for `n` replies is `n` calls. Raises NoRoomError; the chat format's errors pass."""
-        said = conversation(messages, tools, options)
+        said = self._conversations.compared(messages, tools, options)
         node = self._conversations.find(said)
         base, given = self._prompt(messages, tools, options, node)
         prompt = np.concatenate([self._tree.path(base), given])
@@ -162,7 +162,7 @@ class EpisodeRecord:
 
     def count(self, messages: Sequence[Message], tools: Tools = (), *, options: Options = NO_OPTIONS) -> int:
         """Tokens of the prompt that a call would have."""
-        node = self._conversations.find(conversation(messages, tools, options))
+        node = self._conversations.find(self._conversations.compared(messages, tools, options))
         base, given = self._prompt(messages, tools, options, node)
         return len(self._tree.path(base)) + len(given)
 

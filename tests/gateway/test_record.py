@@ -17,6 +17,7 @@ from asyncrl.types import GIVEN, Episode, Ints, Segment
 from tests.support.character_chat import END, CharacterChat, decode, encode
 
 SYSTEM = {"role": "system", "content": "be brief"}
+TOOLS = ({"type": "function", "function": {"name": "find"}},)
 
 
 def user(text: str) -> Message:
@@ -34,11 +35,12 @@ class Harness:
 
     def __init__(self, **options: Any) -> None:
         chat = options.pop("chat", CharacterChat())
+        self.tools = options.pop("tools", ())
         self.record = EpisodeRecord(chat, **{"max_tokens": 10_000, **options})
         self.prompts: list[Ints] = []
 
     def say(self, messages: list[Message], reply: str, **options: Any) -> Message:
-        [call] = self.record.begin(messages, options.pop("tools", ()))
+        [call] = self.record.begin(messages, options.pop("tools", self.tools))
         self.prompts.append(call.prompt)
         return self.record.end(call, sampled(reply), **options).reply.message()
 
@@ -109,21 +111,21 @@ BACK: dict[str, Any] = {
     ],
 )
 def test_a_reply_is_known_however_a_client_sends_it_back(back: Message) -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     harness.say([user("go")], REPLY)
     harness.say([user("go"), back, {"role": "tool", "tool_call_id": "x", "content": "found"}], "done")
     assert harness.causes == []
 
 
 def test_null_content_beside_tool_calls() -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     first = harness.say([user("go")], "<call>find {}</call>")
     harness.say([user("go"), {**first, "content": None}, {"role": "tool", "content": "x"}], "done")
     assert harness.causes == []
 
 
 def test_branches_by_cause() -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     asked = [SYSTEM, user("go")]
     first = harness.say(asked, "<think>hm</think>one<call>find {}</call>")
     told = {"role": "tool", "content": "x"}
@@ -182,7 +184,7 @@ def test_a_template_that_strips_reasoning() -> None:
 
 
 def test_a_template_that_cannot_be_continued() -> None:
-    harness = Harness(chat=CharacterChat(continues=False))
+    harness = Harness(chat=CharacterChat(continues=False), tools=TOOLS)
     first = harness.say([user("go")], "a cat<call>find {}</call>")
     harness.say([user("go"), first, user("more")], "no")
     assert harness.causes == []
@@ -254,7 +256,7 @@ def test_seconds_in_model_and_tools() -> None:
 
 
 def test_rewards_of_turns() -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     harness.say([user("a")], "x<call>find {}</call><call>find {}</call>")
     assert [(turn.reward, turn.tool_calls) for turn in harness.record.trajectory([0.5])[1].turns] == [(0.5, 2)]
     with pytest.raises(ValueError, match="2 rewards, and the model was called 1 times"):
@@ -274,7 +276,7 @@ REPLIES = st.builds(
 )
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("begin"), st.integers(0, 5), st.integers(1, 3), st.sampled_from([(), ({"type": "t"},)])),
+        st.tuples(st.just("begin"), st.integers(0, 5), st.integers(1, 3), st.sampled_from([TOOLS, TOOLS, TOOLS, ()])),
         st.tuples(
             st.just("end"), st.integers(0, 5), REPLIES, st.sampled_from(["stop", "stop", "stop", "length", "abort"])
         ),
@@ -311,8 +313,7 @@ def sent_back(reply: Message, style: str) -> Message:
     return reply
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+EPISODES = given(
     steps=STEPS,
     style=STYLES,
     history=st.sampled_from(["keep", "template"]),
@@ -321,7 +322,22 @@ def sent_back(reply: Message, style: str) -> Message:
     room=st.sampled_from([40, 200, 5000]),
     stop=st.sampled_from([(), ("<",), ("bc", "cc")]),
 )
-def test_the_tree_is_what_the_engine_was_given_and_sampled(
+
+
+@settings(max_examples=100, deadline=None)
+@EPISODES
+def test_the_tree_is_what_the_engine_was_given_and_sampled(**episode: Any) -> None:
+    check_episode(**episode)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@EPISODES
+def test_that_of_two_thousand_episodes(**episode: Any) -> None:
+    check_episode(**episode)
+
+
+def check_episode(
     steps: list[tuple[Any, ...]],
     style: str,
     history: Any,

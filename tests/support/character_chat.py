@@ -76,6 +76,8 @@ class CharacterChat:
         reasoning = ""
         if text.startswith("<think>"):
             reasoning, _, text = text.removeprefix("<think>").partition("</think>")
+        if tools == ():
+            return Reply(text, reasoning)
         calls = [ToolCall(f"call_{call}_{i}", *found) for i, found in enumerate(_CALL.findall(text))]
         return Reply(_CALL.sub("", text), reasoning, tuple(calls))
 
