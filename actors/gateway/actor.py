@@ -94,9 +94,9 @@ class GatewayActor:
         self._pool = make_harness_pool(run.agent)
         self._server = GatewayServer(
             chat_format(load_tokenizer(model_path), run.agent.tool_format),
-            max_tokens=run.rollout.max_tokens,
-            context=run.engine.length_limit or 0,
+            host=LOOPBACK if run.cluster in HERE else own_address(),
             history=run.agent.history,
+            context=run.engine.length_limit or 0,
         )
         self._episodes: dict[str, _Open] = {}
         self._told: set[str] = set()
@@ -106,7 +106,7 @@ class GatewayActor:
     async def start(self) -> None:
         """Raise ConfigError if the harness cannot be used here."""
         await asyncio.to_thread(check_function, self._run.agent)
-        await self._server.start(LOOPBACK if self._run.cluster in HERE else own_address())
+        await self._server.start()
 
     # -- engines -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from asyncrl.errors import EngineError
 from asyncrl.gateway.record import SampledTokens
 from asyncrl.types import Finish, Request, Segment
 
-HELD_OUT = "held_out/"
+HELD_OUT = "held_out."
 """Begins the names of episodes that no other engine goes on with, and that are never recorded."""
 WAIT_S = 10.0
 """An engine without calls asks again after so long."""
@@ -211,9 +211,9 @@ class Calls:
             call.over.set_result(SampledTokens(call.segments, said.finish))
 
     def forget_earlier(self, engine: str) -> list[str]:
-        """Engines of its name that were there before: NAME/..., and their processes are gone."""
-        name, _, _ = engine.rpartition("/")
-        earlier = [each for each in self._engines if each.rpartition("/")[0] == name and each != engine]
+        """Engines of its name that were there before: NAME...., and their processes are gone."""
+        name, _, _ = engine.rpartition(".")
+        earlier = [each for each in self._engines if each.rpartition(".")[0] == name and each != engine]
         for each in earlier:
             del self._engines[each]
         return earlier

@@ -166,7 +166,7 @@ class RolloutActor:
     async def _play_one(self, slot: Slot, prompt: Prompt, deadline: float, episodes: EpisodePlayer) -> None:
         if self._generator.leaving:
             return
-        name, seed = f"{slot.group}/{slot.sample}", random_stream(self._run.seed, "train", slot.group, slot.sample)
+        name, seed = f"{slot.group}.{slot.sample}", random_stream(self._run.seed, "train", slot.group, slot.sample)
         self._activity.stage(slot, "agent")
         played = await episodes.play(name, Play(prompt, self._sampling(), seed, deadline))
         if played is None or self._delivery.closed:
@@ -193,7 +193,7 @@ class RolloutActor:
     def _samples(self, episode: str, working: bool) -> None:
         """Whether the engine works for an episode at this moment."""
         if not episode.startswith(HELD_OUT):
-            group, sample = episode.split("/")
+            group, sample = episode.split(".")
             self._activity.stage(Slot(int(group), int(sample)), "generate" if working else "agent")
 
     async def _sample(
@@ -284,9 +284,9 @@ class RolloutActor:
         deadline = time.time() + self._run.flow.stall_timeout_s
         evaluation = next(self._evaluations)
         if self._episodes is not None:
-            sampling, name = self._sampling(greedy=greedy), f"{HELD_OUT}{self._episodes.name}/{evaluation}"
+            sampling, name = self._sampling(greedy=greedy), f"{HELD_OUT}{self._episodes.name}.{evaluation}"
             plays = {
-                f"{name}/{number}": Play(prompt, sampling, random_stream(seed, "held_out", number), deadline)
+                f"{name}.{number}": Play(prompt, sampling, random_stream(seed, "held_out", number), deadline)
                 for number, prompt in enumerate(prompts)
             }
             return await self._evaluate_episodes(plays, self._episodes)

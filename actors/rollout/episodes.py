@@ -37,7 +37,7 @@ class EpisodePlayer:
     ) -> None:
         """`served`: the version that has passed its probe. `samples` is told whether the engine works for an episode,
         or its harness does."""
-        self.name = f"{name}/{secrets.token_hex(4)}"
+        self.name = f"{name}.{secrets.token_hex(4)}"
         self._gateway, self._engine, self._generator, self._quarantine = gateway, engine, generator, quarantine
         self._served, self._samples = served, samples
         self.begun: dict[str, tuple[Segment, ...]] = {}

@@ -111,9 +111,10 @@ class ChatFormat:
     ) -> Reply:
         """What the sampled ids say. Whatever cannot be read stays in the content.
 
-        Without `tools` of the call (an empty list, not None) nothing is a tool call. `prompt`, the ids before, tells
-        whether it opened the reasoning already; without it, this is what the template does by default. `call`, the
-        number of the call in its episode, goes into the ids of tool calls, which are the same whenever it is parsed.
+        `tools` are those of the call: if there are none, the reply is all content; None is not to know them. `prompt`,
+        the ids before the reply, tells whether the reasoning begins in it; without it, it is taken to be the
+        template's default. `call` is the number of the call in its episode: ids of tool calls are made of it and of
+        the tool call, so that they differ between calls and are the same each time the reply is parsed.
         """
         if ids and ids[-1] in self._end_ids:
             ids = ids[:-1]
@@ -122,8 +123,12 @@ class ChatFormat:
             content, calls, reasoning = self._format.parse(text, tools or ())
         else:
             reasoning, text = self._split_reasoning(text, prompt)
-            content, calls, _ = Parsed(text) if tools == () else self._format.parse(text, tools or ())
+            content, calls, _ = self._format.parse(text, tools or ()) if tools is None or tools else Parsed(text)
         return Reply(content, reasoning, tuple(_tool_calls(calls, call)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        return self._tokenizer.decode(ids, special_tokens=True)
 
     def not_append_only(self, *, options: Options = NO_OPTIONS) -> str:
         """What the template changes in the history of a conversation, and what that costs; empty: it only appends."""
@@ -183,6 +188,8 @@ def _render(
         if not template.mentions("developer"):  # OpenAI's newer name
             shown = [each | {"role": "system"} if each.get("role") == "developer" else each for each in shown]
         return template.render_messages(shown, tools, options, open_turn=open_turn)
+    except ChatError:
+        raise
     except Exception as error:  # a template does anything with messages that it was not written for
         reason = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
         raise ChatError(f"the messages cannot be shown with the model's chat template: {reason}") from None

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from asyncrl.errors import ChatError
+
 Message = dict[str, Any]
 """role, content (a text), reasoning_content, tool_calls, tool_call_id, name."""
 Tools = Sequence[Mapping[str, Any]]
@@ -49,7 +51,7 @@ def for_template(message: Mapping[str, Any], id_length: int = 0) -> Message:
     """A message without what is empty, its content a text, arguments of calls as objects: what templates are written
     for, and what servers such as vLLM hand them. Ids of calls get `id_length`, if it is not 0."""
     found = {name: value for name, value in message.items() if value is not None}
-    found["content"] = found.get("content", "")
+    found["content"] = _text(found.get("content", ""))
     reasoning = next((found[name] for name in REASONING_FIELDS if found.get(name)), None)
     for name in REASONING_FIELDS:
         found.pop(name, None)
@@ -60,6 +62,14 @@ def for_template(message: Mapping[str, Any], id_length: int = 0) -> Message:
     if "tool_call_id" in found:
         found["tool_call_id"] = _sized(found["tool_call_id"], id_length)
     return found
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    if other := [part.get("type") for part in content if part.get("type") != "text"]:
+        raise ChatError(f"a message has content of the type {other[0]!r}; the policy reads text only")
+    return "".join(part["text"] for part in content)
 
 
 def _with_parsed_arguments(call: Mapping[str, Any], id_length: int) -> Message:
@@ -80,4 +90,4 @@ def _sized(call_id: str, length: int) -> str:
 
 def short_id(text: str, length: int = 9) -> str:
     """Letters and digits that stand for a text, always the same. Nine are what Mistral's templates ask for."""
-    return xxhash.xxh3_128_hexdigest(text)[:length]
+    return xxhash.xxh3_128_hexdigest(text.encode())[:length]

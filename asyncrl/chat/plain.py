@@ -33,9 +33,14 @@ class PlainFormat:
     ) -> list[int] | None:
         return self._ids(messages[kept:])
 
-    def parse(self, ids: Sequence[int], tools: Tools | None = None) -> Reply:
+    def parse(
+        self, ids: Sequence[int], tools: Tools | None = None, *, prompt: Sequence[int] | None = None, call: int = 0
+    ) -> Reply:
         said = ids[:-1] if ids and ids[-1] in self._tokenizer.eos_ids else ids
-        return Reply(self._tokenizer.decode(list(said)))
+        return Reply(self._tokenizer.decode(said))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = []

@@ -213,13 +213,15 @@ def _listed(written: str) -> list[Call]:
 def _named(written: str) -> list[Call]:
     calls = list[Call]()
     for each in written.split("[TOOL_CALLS]"):
-        head, tag, text = each.partition("[ARGS]")
-        name, _, call_id = head.partition("[CALL_ID]")
-        arguments = _arguments(text)
-        if not (tag and name.strip()) or arguments is None:
+        found = _NAMED.fullmatch(each)
+        if found is None or (arguments := _arguments(found[3])) is None:
             return []
-        calls.append(Call(name.strip(), arguments, call_id.strip()))
+        calls.append(Call(found[1], arguments, found[2] or ""))
     return calls
+
+
+_NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\]|(?=\{))(.*)", re.DOTALL)
+"""Some versions write no [ARGS]."""
 
 
 def _harmony(text: str, tools: Tools) -> Parsed:

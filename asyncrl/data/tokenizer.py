@@ -97,8 +97,8 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
     named = {"default": source}
     if isinstance(source, list):  # several, by name
         named = {entry["name"]: entry["template"] for entry in source}
-    source, with_tools = named.get("default"), named.get("tool_use", "")
-    return ChatTemplate(source, _named_tokens(settings), with_tools) if source else None
+    source = named.get("default")
+    return ChatTemplate(source, _named_tokens(settings), named.get("tool_use") or "") if source else None
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -13,8 +13,9 @@ import msgspec
 import xxhash
 
 from asyncrl.chat import Message
+from asyncrl.chat.messages import REASONING_FIELDS
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
+SYSTEM = ("system", "developer")
 _DIGEST = xxhash.xxh3_128_digest
 
 
@@ -53,6 +54,24 @@ class Conversations:
         self._roots: dict[bytes, Node] = {}
         self._openings: set[bytes] = set()
         """Messages that conversations began with, whatever their tools."""
+        self._seen: dict[bytes, tuple[bytes, str]] = {}
+        """Digest and reasoning of messages that were compared before, by their exact text: clients send all of them with
+        each call."""
+
+    def compared(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> Conversation:
+        digests, reasoning = list[bytes](), list[str]()
+        for message in messages:
+            exact = _DIGEST(msgspec.json.encode(message))
+            if (known := self._seen.get(exact)) is None:
+                known = self._seen[exact] = message_digest(message), reasoning_of(message)
+            digests.append(known[0])
+            reasoning.append(known[1])
+        opening = sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM, messages))
+        return Conversation(
+            _DIGEST(msgspec.json.encode((tools, dict(options)), order="deterministic")), digests, reasoning, opening
+        )
 
     def find(self, conversation: Conversation, start: Node | None = None) -> Node:
         """The deepest node that the messages lead to, from `start` on. Where they lead to several, as the reasoning that
@@ -98,15 +117,6 @@ def _recency(node: Node) -> int:
     return -1 if node.replied is None else node.replied.position
 
 
-def conversation(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Conversation:
-    return Conversation(
-        root=_DIGEST(msgspec.json.encode((tools, options), order="deterministic")),
-        digests=[message_digest(message) for message in messages],
-        reasoning=[reasoning_of(message) for message in messages],
-        opening=sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages)),
-    )
-
-
 def _opening(conversation: Conversation) -> bytes:
     return b"".join(conversation.digests[: conversation.opening + 1])
 
@@ -122,7 +132,7 @@ def outline(message: Message) -> bytes:
 
 
 def reasoning_of(message: Message) -> str:
-    return next((message[name].strip() for name in REASONING if message.get(name)), "")
+    return next((message[name].strip() for name in REASONING_FIELDS if message.get(name)), "")
 
 
 def _content(message: Message) -> str:

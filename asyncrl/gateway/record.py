@@ -20,26 +20,34 @@ import msgspec
 import numpy as np
 
 from asyncrl.chat import Message, Reply
+from asyncrl.chat.format import NO_OPTIONS
 from asyncrl.gateway.causes import BranchCause
-from asyncrl.gateway.conversations import text_of, Conversation, Conversations, Node, conversation, outline
+from asyncrl.gateway.conversations import Conversation, Conversations, Node, outline, text_of
 from asyncrl.gateway.errors import AbortedError, NoRoomError
 from asyncrl.gateway.tree import NOTHING, Match, TokenTree
 from asyncrl.types import Branch, Episode, Finish, Floats, Ints, Segment, Turn
 
 History = Literal["keep", "template"]
 Tools = Sequence[Mapping[str, Any]]
+Options = Mapping[str, Any]
+OPENING = 16
+"""Tokens at the end of a prompt that may say how the reply begins."""
 
 
 class Chat(Protocol):
-    """What the record needs of `asyncrl.chat.ChatFormat`."""
+    """What the gateway needs of `asyncrl.chat.ChatFormat`."""
 
-    def encode(self, messages: Sequence[Message], tools: Tools = (), *, options: Mapping[str, Any] = ...) -> list[int]: ...
+    def encode(self, messages: Sequence[Message], tools: Tools = (), *, options: Options = ...) -> list[int]: ...
 
     def continuation(
-        self, messages: Sequence[Message], tools: Tools, kept: int, after: int, *, options: Mapping[str, Any] = ...
+        self, messages: Sequence[Message], tools: Tools, kept: int, after: int, *, options: Options = ...
     ) -> list[int] | None: ...
 
-    def parse(self, ids: Sequence[int], tools: Tools = ()) -> Reply: ...
+    def parse(
+        self, ids: Sequence[int], tools: Tools | None = None, *, prompt: Sequence[int] | None = None, call: int = 0
+    ) -> Reply: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class SampledTokens(NamedTuple):
@@ -146,12 +154,12 @@ class EpisodeRecord:
         return self._turns[-1].reply if self._turns else None
 
     def begin(
-        self, messages: Sequence[Message], tools: Tools = (), *, options: Mapping[str, Any] | None = None, n: int = 1
+        self, messages: Sequence[Message], tools: Tools = (), *, options: Options = NO_OPTIONS, n: int = 1
     ) -> list[OpenCall]:
         """A call that asks for `n` replies is `n` calls. Raises NoRoomError; the chat format's errors pass."""
-        said = conversation(messages, tools, options or {})
+        said = self._conversations.compared(messages, tools, options)
         node = self._conversations.find(said)
-        base, given = self._prompt(messages, tools, options or {}, node)
+        base, given = self._prompt(messages, tools, options, node)
         prompt = np.concatenate([self._tree.path(base), given])
         match = self._tree.match(base, given)
         room = self._room(len(given) - match.tokens)
@@ -171,9 +179,13 @@ class EpisodeRecord:
             for number in range(first, first + n)
         ]  # fmt: skip
 
-    def _prompt(
-        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], node: Node
-    ) -> tuple[int, Ints]:
+    def count(self, messages: Sequence[Message], tools: Tools = (), *, options: Options = NO_OPTIONS) -> int:
+        """Tokens of the prompt that a call would have."""
+        node = self._conversations.find(self._conversations.compared(messages, tools, options))
+        base, given = self._prompt(messages, tools, options, node)
+        return len(self._tree.path(base)) + len(given)
+
+    def _prompt(self, messages: Sequence[Message], tools: Tools, options: Options, node: Node) -> tuple[int, Ints]:
         """The position that a call goes on from, and the tokens after it."""
         if self._history == "keep" and node.replied is not None:
             position = node.replied.position
@@ -201,7 +213,9 @@ class EpisodeRecord:
             f"{self._max_tokens} tokens of rollout.max_tokens",
         )
 
-    def end(self, call: OpenCall, sampled: SampledTokens, stop: Sequence[str] = (), *, tool_calls: bool = True) -> Answer:
+    def end(
+        self, call: OpenCall, sampled: SampledTokens, stop: Sequence[str] = (), *, tool_calls: bool = True
+    ) -> Answer:
         """Write what was sampled. Raises AbortedError, and NoRoomError if calls that were sampled at the same time have
         used all tokens."""
         segments = [segment for segment in sampled.segments if len(segment)]
@@ -219,12 +233,10 @@ class EpisodeRecord:
         if not count:
             return Answer(Reply(""), "length" if sampled.finish == "length" else "stop", *_arrays([]))
         segments = cut(segments, room)
-        answer = self._read(segments, call.tools, stop)
+        answer = self._read(call, segments, stop, call.tools if tool_calls else ())
         if answer.stop is None and (sampled.finish == "length" or len(answer.tokens) < count):
             self.out_of_room |= len(answer.tokens) >= min(room, call.room)
             answer = answer._replace(finish="length")
-        if not tool_calls:
-            answer = answer._replace(reply=msgspec.structs.replace(answer.reply, tool_calls=()))
         self.wasted_tokens += count - len(answer.tokens)
         self._write(call, given, cut(segments, len(answer.tokens)), answer.reply)
         return answer
@@ -234,18 +246,22 @@ class EpisodeRecord:
         self._times.end()
         self.wasted_tokens += sampled_tokens
 
-    def _read(self, segments: Sequence[Segment], tools: Tools, stop: Sequence[str]) -> Answer:
+    def _read(self, call: OpenCall, segments: Sequence[Segment], stop: Sequence[str], tools: Tools) -> Answer:
         """The reply in sampled tokens. A stop text ends it: the tokens end with the first after which the content holds
         it, as if the engine had stopped there, and the content before it."""
         tokens, logprobs = _arrays(segments)
-        ids = tokens.tolist()
-        reply = self._chat.parse(ids, tools)
-        if _stop(reply, stop) is None:
+        ids, opening = tokens.tolist(), call.prompt[-OPENING:].tolist()
+
+        def read(count: int) -> Reply:
+            return self._chat.parse(ids[:count], tools, prompt=opening, call=call.number)
+
+        kept, reply = len(ids), read(len(ids))
+        if stop and _stop(reply, stop):
+            kept = bisect_left(range(len(ids)), True, key=lambda count: _stop(read(count), stop) is not None)
+            reply = read(kept)
+        if (found := _stop(reply, stop)) is None:
             return Answer(reply, "stop", tokens, logprobs)
-        kept = bisect_left(range(len(ids)), True, key=lambda n: _stop(self._chat.parse(ids[:n], tools), stop) is not None)
-        if kept < len(ids):
-            reply = self._chat.parse(ids[:kept], tools)
-        position, text = _stop(reply, stop) or (len(reply.content), None)
+        position, text = found
         reply = msgspec.structs.replace(reply, content=reply.content[:position], tool_calls=())
         return Answer(reply, "stop", tokens[:kept], logprobs[:kept], text)
 
@@ -293,13 +309,14 @@ class EpisodeRecord:
         while replied is not None:
             turn = self._turns[bisect_right(self._turns, replied.position, key=lambda turn: turn.stop)]
             if position == self._tree.before(turn.start) or turn.start <= position < turn.stop - 1:
-                return self._changed(turn, position + 1, call.tools)
+                return self._changed(turn, max(turn.start, position + 1), call.tools)
             replied = replied.parent and replied.parent.replied
         return BranchCause.RERENDERED
 
     def _changed(self, turn: _Answered, position: int, tools: Tools) -> BranchCause:
         """Which part of a turn the first token lies in that was rendered in another way."""
-        same = self._chat.parse(self._tree.tokens(turn.start, max(turn.start, position)).tolist(), tools)
+        before = self._tree.path(self._tree.before(turn.start))[-OPENING:].tolist()
+        same = self._chat.parse(self._tree.tokens(turn.start, position).tolist(), tools, prompt=before)
         if turn.reply.reasoning and not (same.content.strip() or same.tool_calls):
             return BranchCause.REASONING_STRIPPED
         if turn.reply.tool_calls and same.content.strip().startswith(turn.reply.content.strip()):

@@ -13,10 +13,11 @@ from asyncrl.chat import Message
 from asyncrl.gateway.causes import BranchCause
 from asyncrl.gateway.errors import AbortedError, NoRoomError
 from asyncrl.gateway.record import Answer, EpisodeRecord, OpenCall, SampledTokens
-from asyncrl.types import GIVEN, Episode, Segment
+from asyncrl.types import GIVEN, Episode, Ints, Segment
 from tests.support.character_chat import END, CharacterChat, decode, encode
 
 SYSTEM = {"role": "system", "content": "be brief"}
+TOOLS = ({"type": "function", "function": {"name": "find"}},)
 
 
 def user(text: str) -> Message:
@@ -34,12 +35,13 @@ class Harness:
 
     def __init__(self, **options: Any) -> None:
         chat = options.pop("chat", CharacterChat())
+        self.tools = options.pop("tools", ())
         self.record = EpisodeRecord(chat, **{"max_tokens": 10_000, **options})
-        self.prompts: list[str] = []
+        self.prompts: list[Ints] = []
 
     def say(self, messages: list[Message], reply: str, **options: Any) -> Message:
-        [call] = self.record.begin(messages, options.pop("tools", ()))
-        self.prompts.append(decode(call.prompt.tolist()))
+        [call] = self.record.begin(messages, options.pop("tools", self.tools))
+        self.prompts.append(call.prompt)
         return self.record.end(call, sampled(reply), **options).reply.message()
 
     @property
@@ -84,14 +86,16 @@ def test_a_conversation_is_one_line_and_nothing_sampled_is_tokenized_again() -> 
         ("no<|im_end|>", 3),
     ]
     assert segments[1].tokens.tolist() == [ord(c) for c in "<think>hm</think>a cab"] + [END]
-    assert harness.prompts[1] == CharacterChat().show(second)
+    assert decode(harness.prompts[1].tolist()) == CharacterChat().show(second)
 
 
 REPLY = '<think>so</think>I look<call>find {"key": 1.0, "where": ["\\u00e9"]}</call>'
 BACK: dict[str, Any] = {
     "role": "assistant",
     "content": "I look",
-    "tool_calls": [{"id": "x", "type": "function", "function": {"name": "find", "arguments": '{"where":["é"],"key":1}'}}],
+    "tool_calls": [
+        {"id": "x", "type": "function", "function": {"name": "find", "arguments": '{"where":["é"],"key":1}'}}
+    ],
 }
 
 
@@ -107,21 +111,21 @@ BACK: dict[str, Any] = {
     ],
 )
 def test_a_reply_is_known_however_a_client_sends_it_back(back: Message) -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     harness.say([user("go")], REPLY)
     harness.say([user("go"), back, {"role": "tool", "tool_call_id": "x", "content": "found"}], "done")
     assert harness.causes == []
 
 
 def test_null_content_beside_tool_calls() -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     first = harness.say([user("go")], "<call>find {}</call>")
     harness.say([user("go"), {**first, "content": None}, {"role": "tool", "content": "x"}], "done")
     assert harness.causes == []
 
 
 def test_branches_by_cause() -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     asked = [SYSTEM, user("go")]
     first = harness.say(asked, "<think>hm</think>one<call>find {}</call>")
     told = {"role": "tool", "content": "x"}
@@ -166,7 +170,10 @@ def test_replies_of_one_call_are_parallel_branches() -> None:
 
 def test_a_template_that_strips_reasoning() -> None:
     """`keep` goes on from what was sampled; `template` makes a branch of each later call."""
-    kept, rendered = Harness(chat=CharacterChat(strips=True)), Harness(chat=CharacterChat(strips=True), history="template")
+    kept, rendered = (
+        Harness(chat=CharacterChat(strips=True)),
+        Harness(chat=CharacterChat(strips=True), history="template"),
+    )
     for harness in (kept, rendered):
         messages: list[Message] = []
         for turn in range(3):
@@ -177,7 +184,7 @@ def test_a_template_that_strips_reasoning() -> None:
 
 
 def test_a_template_that_cannot_be_continued() -> None:
-    harness = Harness(chat=CharacterChat(continues=False))
+    harness = Harness(chat=CharacterChat(continues=False), tools=TOOLS)
     first = harness.say([user("go")], "a cat<call>find {}</call>")
     harness.say([user("go"), first, user("more")], "no")
     assert harness.causes == []
@@ -198,7 +205,8 @@ def test_a_stop_text_ends_the_tokens_where_an_engine_would_have_stopped() -> Non
     assert harness.record.wasted_tokens == len("ervation: made up") + 1
     harness.say([user("go"), first, user("Observation: true")], "ok")
     assert harness.causes == []
-    assert harness.prompts[1].endswith("think\nObs<|im_end|>\n<|im_start|>user\nObservation: true<|im_end|>\n<|im_start|>assistant\n")
+    further = "think\nObs<|im_end|>\n<|im_start|>user\nObservation: true<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(harness.prompts[1].tolist()).endswith(further)
 
 
 def test_all_tokens_after_the_first_prompt_are_bounded() -> None:
@@ -207,7 +215,9 @@ def test_all_tokens_after_the_first_prompt_are_bounded() -> None:
     assert call.room == 60
     first = harness.record.end(call, sampled("one", finish="stop")).reply.message()
     calls = harness.record.begin([user("x" * 500), first, user("y")], n=2)
-    assert [call.room for call in calls] == [60 - 4 - len(encode("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"))] * 2
+    assert [call.room for call in calls] == [
+        60 - 4 - len(encode("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"))
+    ] * 2
     ends = [harness.record.end(call, sampled("z" * (call.room - 3), finish="stop")) for call in calls]
     assert [end.finish for end in ends] == ["stop", "length"]
     assert len(ends[1].tokens) == 2, "what the other reply left"
@@ -246,7 +256,7 @@ def test_seconds_in_model_and_tools() -> None:
 
 
 def test_rewards_of_turns() -> None:
-    harness = Harness()
+    harness = Harness(tools=TOOLS)
     harness.say([user("a")], "x<call>find {}</call><call>find {}</call>")
     assert [(turn.reward, turn.tool_calls) for turn in harness.record.trajectory([0.5])[1].turns] == [(0.5, 2)]
     with pytest.raises(ValueError, match="2 rewards, and the model was called 1 times"):
@@ -256,7 +266,9 @@ def test_rewards_of_turns() -> None:
 TEXTS = st.text("ab<c", max_size=6)
 REPLIES = st.builds(
     lambda reasoning, content, calls: (
-        (f"<think>{reasoning}</think>" if reasoning else "") + content + "".join(f"<call>f {json.dumps(c)}</call>" for c in calls)
+        (f"<think>{reasoning}</think>" if reasoning else "")
+        + content
+        + "".join(f"<call>f {json.dumps(c)}</call>" for c in calls)
     ),
     st.text("abc", max_size=4),
     TEXTS,
@@ -264,8 +276,10 @@ REPLIES = st.builds(
 )
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("begin"), st.integers(0, 5), st.integers(1, 3), st.sampled_from([(), ({"type": "t"},)])),
-        st.tuples(st.just("end"), st.integers(0, 5), REPLIES, st.sampled_from(["stop", "stop", "stop", "length", "abort"])),
+        st.tuples(st.just("begin"), st.integers(0, 5), st.integers(1, 3), st.sampled_from([TOOLS, TOOLS, TOOLS, ()])),
+        st.tuples(
+            st.just("end"), st.integers(0, 5), REPLIES, st.sampled_from(["stop", "stop", "stop", "length", "abort"])
+        ),
         st.tuples(st.just("drop"), st.integers(0, 5)),
         st.tuples(st.just("edit"), st.integers(0, 5), st.integers(0, 8), TEXTS),
         st.tuples(st.just("rewind"), st.integers(0, 5), st.integers(1, 8)),
@@ -286,15 +300,20 @@ def sent_back(reply: Message, style: str) -> Message:
         return {**reply, "content": [{"type": "text", "text": reply["content"]}]}
     if style == "json":
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]), indent=1)}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(json.loads(call["function"]["arguments"]), indent=1),
+                },
+            }
             for call in reply.get("tool_calls", ())
         ]
         return {**reply, "tool_calls": calls} if calls else reply
     return reply
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+EPISODES = given(
     steps=STEPS,
     style=STYLES,
     history=st.sampled_from(["keep", "template"]),
@@ -303,8 +322,29 @@ def sent_back(reply: Message, style: str) -> Message:
     room=st.sampled_from([40, 200, 5000]),
     stop=st.sampled_from([(), ("<",), ("bc", "cc")]),
 )
-def test_the_tree_is_what_the_engine_was_given_and_sampled(
-    steps: list[tuple[Any, ...]], style: str, history: Any, strips: bool, continues: bool, room: int, stop: tuple[str, ...]
+
+
+@settings(max_examples=100, deadline=None)
+@EPISODES
+def test_the_tree_is_what_the_engine_was_given_and_sampled(**episode: Any) -> None:
+    check_episode(**episode)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@EPISODES
+def test_that_of_two_thousand_episodes(**episode: Any) -> None:
+    check_episode(**episode)
+
+
+def check_episode(
+    steps: list[tuple[Any, ...]],
+    style: str,
+    history: Any,
+    strips: bool,
+    continues: bool,
+    room: int,
+    stop: tuple[str, ...],
 ) -> None:
     """Against a plain list of all calls."""
     record = EpisodeRecord(CharacterChat(strips=strips, continues=continues), max_tokens=room, history=history)
@@ -349,7 +389,14 @@ def test_the_tree_is_what_the_engine_was_given_and_sampled(
 
 
 def _end(
-    record: EpisodeRecord, call: OpenCall, text: str, finish: str, stop: tuple[str, ...], number: int, expected: Any, spent: int
+    record: EpisodeRecord,
+    call: OpenCall,
+    text: str,
+    finish: str,
+    stop: tuple[str, ...],
+    number: int,
+    expected: Any,
+    spent: int,
 ) -> tuple[Answer | None, int]:
     tokens = sampled(text, finish=finish).segments[0].tokens.tolist()[: call.room]
     logprobs = np.linspace(-number - 1, -number, len(tokens), dtype=np.float32).tolist()

@@ -64,12 +64,21 @@ class CharacterChat:
         said += "".join(f"<call>{call['name']} {call['arguments']}</call>" for call in calls)
         return f"<|im_start|>{message['role']}\n{said}<|im_end|>\n"
 
-    def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt: Sequence[int] | None = None,
+        call: int = 0,
+    ) -> Reply:
         text = decode(ids).removesuffix(PIECES[END])
         reasoning = ""
         if text.startswith("<think>"):
             reasoning, _, text = text.removeprefix("<think>").partition("</think>")
-        calls = [ToolCall(f"call_{i}", *call) for i, call in enumerate(_CALL.findall(text))]
+        if tools == ():
+            return Reply(text, reasoning)
+        calls = [ToolCall(f"call_{call}_{i}", *found) for i, found in enumerate(_CALL.findall(text))]
         return Reply(_CALL.sub("", text), reasoning, tuple(calls))
 
     def decode(self, ids: Sequence[int]) -> str:
