@@ -82,14 +82,15 @@ class EpisodePlayer:
     async def _run(self, call: Call) -> None:
         self._tell(call.episode, 1)
         try:
-            self._answers.append(await self._sample(call))
+            sampled = await self._sample(call)
         except EngineError as error:
             if self._engine.refusal:
                 return self._break(error)  # other engines have to continue its calls
-            self._answers.append(Sampled(call.request.id, (), "abort", error=str(error)))
+            sampled = Sampled(call.request.id, (), "abort", error=str(error))
         finally:
             self.begun.pop(call.request.id, None)
             self._tell(call.episode, -1)
+        self._answers.append(sampled)
         if self._answering is None or self._answering.done():
             self._answering = asyncio.create_task(self._answer())
 
