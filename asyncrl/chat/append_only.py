@@ -4,15 +4,20 @@ Found by rendering conversations whose parts can be recognized, and looking for 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from asyncrl.chat.messages import Message, Reply, ToolCall, Tools
 from asyncrl.errors import ChatError
 
-Render = Callable[[Sequence[Message], Tools], str]
-"""The prompt of the call that these messages lead to."""
-
 KEEPING = "agent.history=keep continues from the sampled tokens instead"
+
+Change = Literal["earlier messages", "start of turn", "reasoning", "reply"]
+
+
+class Render(Protocol):
+    def __call__(self, messages: Sequence[Message], tools: Tools, *, open_turn: bool) -> str:
+        """The messages as the template shows them, with `open_turn` up to where the model's next turn begins."""
+        ...
 
 
 class Step(NamedTuple):
@@ -20,10 +25,11 @@ class Step(NamedTuple):
 
     before: list[Message]
     after: list[Message]
-    reply: tuple[str, ...]
-    """Texts of the reply between the two, which have to follow the prompt of the first."""
-    caused_by: str
-    """Role of the message that led to the second."""
+    reasoning: str
+    said: str
+    """A text or an argument; after the reasoning it is what the reply between the two calls consists of."""
+    led_to_by: str
+    """Role of the message that led to the second call."""
 
 
 def changes_of_history(render: Render, tools: Tools, *, reasoning: bool) -> str:
@@ -31,67 +37,73 @@ def changes_of_history(render: Render, tools: Tools, *, reasoning: bool) -> str:
 
     `tools` is empty for a template that has none; `reasoning`: replies have one.
     """
-    plain = _changed(render, (), reasoning=False)
-    found = _leaves_out_reasoning(render, tools) if reasoning else ""
-    if not found and plain:
-        found = _sentence("does not begin earlier turns as it began them when they were sampled", plain)
-    if not found and (moved := _changed(render, (), reasoning=False, system=True)):
-        found = _sentence("moves the system message", moved)
-    if not found and tools:
-        if moved := _changed(render, tools, reasoning=False, calls=False):
-            found = _sentence("moves the list of tools", moved)
-        elif changed := _changed(render, tools, reasoning=False):
-            found = _sentence("shows earlier tool calls in another way", changed)
-    return found
+    without_reasoning = _changes(render, tools)
+    begun, lost = without_reasoning("start of turn"), set[str]()
+    if reasoning:
+        with_reasoning = _changes(render, tools, reasoning=True)
+        begun, lost = begun & with_reasoning("start of turn"), with_reasoning("reasoning")
+    if lost and begun <= lost:
+        turns = "earlier turns" if "tool" in lost or not tools else "turns before the last user message"
+        return _sentence(f"leaves out the reasoning of {turns}", lost)
+    if begun:
+        return _sentence("does not begin earlier turns as it began them when they were sampled", begun | lost)
+    if moved := _changes(render, (), system=True)("earlier messages"):
+        return _sentence("moves the system message", moved)
+    if moved := _changes(render, tools, calls=False)("earlier messages"):
+        return _sentence("moves the list of tools", moved)
+    if changed := without_reasoning("earlier messages", "reply"):
+        return _sentence("shows earlier tool calls and their results in another way", changed)
+    return ""
 
 
-def _leaves_out_reasoning(render: Render, tools: Tools) -> str:
-    missing = _changed(render, tools, reasoning=True) or _changed(render, (), reasoning=True)
-    if "tool" in missing or (missing and not tools):
-        return _sentence("leaves out the reasoning of earlier turns", missing)
-    return _sentence("leaves out the reasoning of turns before the last user message", missing) if missing else ""
-
-
-def _sentence(change: str, caused_by: set[str]) -> str:
-    calls = "call after a new user message" if caused_by == {"user"} else "later call of an episode"
+def _sentence(change: str, led_to_by: set[str]) -> str:
+    calls = "call after a new user message" if led_to_by == {"user"} else "later call of an episode"
     return f"the chat template {change}: each {calls} becomes a branch, prefilled and trained on its own; {KEEPING}"
 
 
-def _changed(render: Render, tools: Tools, *, reasoning: bool, system: bool = False, calls: bool = True) -> set[str]:
-    """Roles of the messages after which a prompt does not continue the one before."""
+def _changes(
+    render: Render, tools: Tools, *, reasoning: bool = False, system: bool = False, calls: bool = True
+) -> Callable[..., set[str]]:
+    """Roles of the messages that lead to a call whose prompt has these changes."""
+    found = list[tuple[Change, str]]()
     try:
-        return {
-            step.caused_by
-            for step in _steps(calls=bool(tools) and calls, reasoning=reasoning, system=system)
-            if not _continues(render(step.before, tools), render(step.after, tools), step.reply)
-        }
+        for step in _steps(reasoning=reasoning, system=system, calls=bool(tools) and calls):
+            found += [(change, step.led_to_by) for change in _changed(render, tools, step)]
     except ChatError:
-        return set()  # what a template refuses to show, it does not change
+        found.clear()  # what a template refuses to show, it does not change
+    return lambda *changes: {role for change, role in found if change in changes}
 
 
-def _continues(before: str, after: str, reply: Sequence[str]) -> bool:
-    if not after.startswith(before):
-        return False
-    places = [after.find(text, len(before)) for text in reply]
-    return -1 not in places and places == sorted(places)
+def _changed(render: Render, tools: Tools, step: Step) -> Iterator[Change]:
+    history, before = (render(step.before, tools, open_turn=open_turn) for open_turn in (False, True))
+    after = render(step.after, tools, open_turn=True)
+    if not after.startswith(history):
+        yield "earlier messages"
+    elif not after.startswith(before):
+        yield "start of turn"
+    if step.reasoning not in after:
+        yield "reasoning"
+    elif step.said not in after[after.index(step.reasoning) :]:
+        yield "reply"
 
 
-def _steps(*, calls: bool, reasoning: bool, system: bool) -> Iterator[Step]:
+def _steps(*, reasoning: bool, system: bool, calls: bool) -> Iterator[Step]:
     messages: list[Message] = [{"role": "system", "content": "probe-system"}] if system else []
     messages.append({"role": "user", "content": "probe-question-0"})
-    for turn in range(1, 4):
+    for turn in range(1, 5):
         before = list(messages)
-        thought, said, argument = (f"probe-{part}-{turn}" for part in ("reasoning", "answer", "argument"))
-        texts = [thought] if reasoning else []
-        if calls and turn == 1:
-            call = ToolCall(f"probe000{turn}", "look_up", f'{{"key": "{argument}"}}')
-            reply = Reply("", thought if reasoning else "", (call,))
-            messages += [reply.message(), {"role": "tool", "tool_call_id": call.id, "content": f"probe-result-{turn}"}]
-            texts.append(argument)
-        else:
+        thought = f"probe-reasoning-{turn}" if reasoning else ""
+        if calls and turn <= 2:
+            said = f"probe-argument-{turn}"
+            call = ToolCall(f"probe000{turn}", "look_up", f'{{"key": "{said}"}}')
             messages += [
-                Reply(said, thought if reasoning else "").message(),
+                Reply("", thought, (call,)).message(),
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": f"probe-result-{turn}"},
+            ]
+        else:
+            said = f"probe-answer-{turn}"
+            messages += [
+                Reply(said, thought).message(),
                 {"role": "user", "content": f"probe-question-{turn}"},
             ]
-            texts.append(said)
-        yield Step(before, list(messages), tuple(texts), messages[-1]["role"])
+        yield Step(before, list(messages), thought, said, messages[-1]["role"])

@@ -8,6 +8,7 @@ continuation   what follows a reply whose sampled tokens are kept, so that nothi
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,9 +28,6 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 LONGEST_OPENING = 16
 """Tokens at the end of a prompt among which its opening of the reasoning is."""
-
-MARK = "\ufdd0reply\ufdd0"
-"""Stands for a reply where only what follows it is of interest. No text holds U+FDD0, which is no character."""
 
 QUESTION: Message = {"role": "user", "content": "question"}
 PROBE_CALL = ToolCall("probe0000", "look_up", '{"key": "value"}')
@@ -57,7 +55,7 @@ class ChatFormat:
         try:
             opened = _render(template, [QUESTION])
         except ChatError as error:
-            raise CheckpointError(f"{error}; repair its chat template") from None
+            raise CheckpointError(f"{error}; repair the template of the model") from None
         ends = _ends(tokenizer)
         self.tool_format = tool_format or _find_tool_format(template, ends)
         """Its name in TOOL_FORMATS."""
@@ -87,12 +85,13 @@ class ChatFormat:
         before stays as it was sampled, whatever the template would make of it now; that the messages up to the reply
         and the tools are those of its call is for the caller to know. None: the template cannot be continued.
         """
-        reply = messages[kept - 1]
+        reply, rest = messages[kept - 1], messages[kept:]
+        mark = short_id(json.dumps(rest), 32)  # which no text among the rest can hold
         try:
-            shown = self._shown([*messages[: kept - 1], _stand_in(reply), *messages[kept:]], tools, options)
+            shown = self._shown([*messages[: kept - 1], _stand_in(reply, mark), *rest], tools, options)
         except ChatError:
             return None  # of the stand-in; for messages that cannot be shown, `encode` says why
-        _, found, following = shown.rpartition(MARK)
+        _, found, following = shown.rpartition(mark)
         end = self._end.search(following)
         if reply.get("tool_calls"):
             if not end:
@@ -134,17 +133,15 @@ class ChatFormat:
         """What the template changes in the history of a conversation, and what that costs; empty: it only appends."""
         tools = (PROBE_TOOL,) if self._shows_tools else ()
         reasoning = self._reasoning_tags is not None or self._format.channels
-        return changes_of_history(
-            lambda messages, tools: self._shown(messages, tools, options), tools, reasoning=reasoning
-        )
+        return changes_of_history(partial(self._shown, options=options), tools, reasoning=reasoning)
 
-    def _shown(self, messages: Sequence[Message], tools: Tools, options: Options) -> str:
+    def _shown(self, messages: Sequence[Message], tools: Tools, options: Options, *, open_turn: bool = True) -> str:
         if tools and not self._shows_tools:
             raise ChatError(
                 "the call has tools, and the model's chat template writes no tool calls in a form that is known; "
                 f"leave the tools out, or set agent.tool_format to one of {', '.join(TOOL_FORMATS)}"
             )
-        return _render(self._template, messages, tools, options, id_length=self._format.id_length)
+        return _render(self._template, messages, tools, options, open_turn=open_turn, id_length=self._format.id_length)
 
     def _ids(self, text: str) -> list[int]:
         try:
@@ -199,8 +196,8 @@ def _ends(tokenizer: Tokenizer) -> set[str]:
     """What the model ends a completion with, and what its template closes a turn with; for base models these differ."""
     ends = {tokenizer.decode([end], special_tokens=True) for end in tokenizer.eos_ids}
     try:
-        shown = _render(tokenizer.chat_template, [QUESTION, {"role": "assistant", "content": MARK}, QUESTION])
-        closing = tokenizer.encode_rendered(shown.partition(MARK)[2].lstrip())[:1]
+        shown = _render(tokenizer.chat_template, [QUESTION, {"role": "assistant", "content": "reply"}, QUESTION])
+        closing = tokenizer.encode_rendered(shown.partition("reply")[2].lstrip())[:1]
     except ChatError:
         closing = []
     if closing and not tokenizer.decode(closing):
@@ -228,13 +225,13 @@ def _find_tool_format(template: ChatTemplate, ends: Iterable[str]) -> str:
     return "plain"
 
 
-def _stand_in(reply: Message) -> Message:
+def _stand_in(reply: Message, mark: str) -> Message:
     """A message of the same kind, with the mark where its last text is."""
     calls = reply.get("tool_calls")
     if not calls:
-        return {"role": "assistant", "content": MARK}
+        return {"role": "assistant", "content": mark}
     *others, last = calls
-    marked = {**last, "function": {**last["function"], "arguments": {"mark": MARK}}}
+    marked = {**last, "function": {**last["function"], "arguments": {"mark": mark}}}
     return {"role": "assistant", "content": "", "tool_calls": [*others, marked]}
 
 

@@ -19,7 +19,7 @@ class BranchCause(StrEnum):
 
 MEANINGS: Mapping[BranchCause, str] = {
     BranchCause.NEW_CONVERSATION: "a conversation of its own, such as a sub-agent's",
-    BranchCause.PARALLEL_CALL: "a call of the same conversation was being sampled at the same time; `n` above 1 as well",
+    BranchCause.PARALLEL_CALL: "another call of the same conversation was being sampled; also `n` above 1",
     BranchCause.INTERLEAVED: "it continues its conversation as it should; another conversation's call came in between",
     BranchCause.SAMPLED_AGAIN: "the same messages were sent before",
     BranchCause.EARLIER_TURN: "it goes on from a turn that another call has already continued with other messages",

@@ -55,8 +55,8 @@ class Conversations:
         self._openings: set[bytes] = set()
         """Messages that conversations began with, whatever their tools."""
         self._seen: dict[bytes, tuple[bytes, str]] = {}
-        """Digest and reasoning of messages that were compared before, by their exact text: clients send all of them with
-        each call."""
+        """Digest and reasoning of messages that were compared before, by their exact text: each call has all of them
+        again."""
 
     def compared(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -69,13 +69,12 @@ class Conversations:
             digests.append(known[0])
             reasoning.append(known[1])
         opening = sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM, messages))
-        return Conversation(
-            _DIGEST(msgspec.json.encode((tools, dict(options)), order="deterministic")), digests, reasoning, opening
-        )
+        root = _DIGEST(msgspec.json.encode((tools, dict(options)), order="deterministic"))
+        return Conversation(root, digests, reasoning, opening)
 
     def find(self, conversation: Conversation, start: Node | None = None) -> Node:
-        """The deepest node that the messages lead to, from `start` on. Where they lead to several, as the reasoning that
-        told them apart is missing, the last one sampled counts."""
+        """The deepest node that the messages lead to, from `start` on. If they lead to several, because the reasoning
+        that told them apart is missing, it is the last one sampled."""
         nodes = [start or self._roots.setdefault(conversation.root, Node())]
         for depth in range(nodes[0].depth, len(conversation.digests)):
             digest, reasoning = conversation.digests[depth], conversation.reasoning[depth]

@@ -21,7 +21,7 @@ Sampler = Callable[[Request], Awaitable[SampledTokens]]
 cannot be served at all. When it is cancelled, the sampler may return what it has with finish `abort`, to be counted."""
 
 EMPTY_ANSWERS = 8
-"""Calls that are answered without a token when all are used up. A harness that does not end by then is told by an error."""
+"""Calls that get an empty reply when all tokens are used up. A harness that does not end by then gets an error."""
 NOTHING = Answer(Reply(""), "length", np.empty(0, np.int32), np.empty(0, np.float32))
 
 
@@ -112,8 +112,8 @@ class OpenEpisode:
             return error
 
     def _without_room(self, call: Call, error: NoRoomError, created: float) -> Answers:
-        """As a model does that has come to the end of its context: agents know that, and most end well. One that goes on
-        all the same is told by an error, which ends it."""
+        """As a model that has come to the end of its context: agents know that, and most end well. One that goes on all
+        the same gets an error, which ends it."""
         self._empty_answers += 1
         if self._empty_answers > EMPTY_ANSWERS:
             raise error

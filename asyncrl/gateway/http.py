@@ -6,8 +6,8 @@
     POST /e/EPISODE/v1/messages/count_tokens
     GET  /e/EPISODE/v1/models, /v1/models/NAME  both
 
-The key is asked for before anything else. A reply is sent when it is sampled, a stream too: tokens of a policy version that
-has not passed its probe must not leave.
+The key is asked for before anything else. A reply is sent when it is sampled, a stream too: tokens of a policy version
+that has not passed its probe must not leave.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from asyncrl.gateway.apis.chat_completions import ChatCompletion
 from asyncrl.gateway.apis.messages import Messages, Prompt
 from asyncrl.gateway.apis.responses import Responses
-from asyncrl.gateway.call import ApiRequest, Answers
+from asyncrl.gateway.call import Answers, ApiRequest
 from asyncrl.gateway.episode import OpenEpisode
 from asyncrl.gateway.errors import CallError
 
@@ -148,7 +148,7 @@ async def _answer(request: Request, episode: OpenEpisode, path: str) -> Response
 async def _while_connected(request: Request, episode: OpenEpisode, asked: ApiRequest) -> Answers:
     """The answers; a client that goes away cancels its call."""
     answering = asyncio.create_task(episode.answer(asked.call(episode.history)))
-    leaving = asyncio.create_task(request.receive())  # the body is read, so nothing else comes
+    leaving = asyncio.ensure_future(request.receive())  # the body is read, so nothing else comes
     try:
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():

@@ -1,12 +1,12 @@
 """The record of an episode: what was sampled, token for token, as a tree of turns.
 
-Sampled ids are never tokenized again. A call continues the reply of an earlier call whose messages its own begin with: its
-prompt is the tokens of that call, as they were sampled, and what the chat format puts behind them. A call that continues
-none is tokenized as a whole. Either way tokens that are there already are not written again, and what does not go on from
-the token before it is a branch, with its cause.
+Sampled ids are never tokenized again. A call whose messages begin with those of an earlier call and its reply continues
+that reply: its prompt is the tokens up to there, as they were sampled, and what the chat format puts behind them. A
+call that continues none is tokenized as a whole. Either way tokens that are there already are not written again, and
+what does not go on from the token before it is a branch, with its cause.
 
-A call is written when it ends, with its given tokens: one that was cut off leaves nothing but a count. So turns stand in
-the order in which they were answered. Calls may overlap.
+A call is written when it ends, with its given tokens: one that was cut off leaves nothing but a count. So turns stand
+in the order in which they were answered. Calls may overlap.
 """
 
 import time
@@ -226,7 +226,8 @@ class EpisodeRecord:
         if call.size != self._tree.size:
             call.match, call.size = self._tree.match(call.base, call.given), self._tree.size
         given = call.given[call.match.tokens :]
-        if count and (room := self._room(len(given))) <= 0:
+        room = self._room(len(given))
+        if count and room <= 0:
             self.drop(call, count)
             raise self._no_room(len(call.prompt))
         self._times.end()

@@ -49,7 +49,7 @@ class GatewayServer:
         return self._http.url
 
     def open(self, name: str, sampler: Sampler, sampling: Sampling, seed: int) -> Access:
-        """Begin an episode. `sampling` is that of each call, and its `max_tokens` bounds all tokens after the first prompt;
+        """Begin an episode. `sampling` is that of each call; its `max_tokens` bounds all tokens after the first prompt.
         `name` goes into the URL and the ids of requests."""
         if not NAME.fullmatch(name):
             raise ValueError(f"episode {name!r} cannot be a part of a URL; use letters, digits and -._~")

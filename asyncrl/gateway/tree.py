@@ -1,7 +1,8 @@
 """The tokens of an episode as a tree, each of them once, in the order in which they came.
 
 A token goes on from the one before it, except where a branch starts. A position is the index of a token; -1 stands
-before the first one. Nothing here costs more than the tokens that are looked at: a call that continues pays for its own.
+before the first one. Nothing here costs more than the tokens that are looked at: a call that continues a line looks at
+its own.
 """
 
 from bisect import bisect_left, bisect_right, insort

@@ -85,12 +85,14 @@ def test_tools(gateway: RunningGateway, thinking: Any) -> None:
 
 
 def test_a_stream(gateway: RunningGateway) -> None:
-    with client(gateway.open(Script(CALLING))) as anthropic_client:
-        with anthropic_client.messages.stream(
+    with (
+        client(gateway.open(Script(CALLING))) as anthropic_client,
+        anthropic_client.messages.stream(
             model="p", max_tokens=1500, messages=ASK, tools=[TOOL], thinking=THINKING
-        ) as events:
-            raw = [event.type for event in events if event.type in RAW]
-            final = events.get_final_message()
+        ) as events,
+    ):
+        raw = [event.type for event in events if event.type in RAW]
+        final = events.get_final_message()
     one = ["content_block_start", "content_block_delta", "content_block_stop"]
     thinking = ["content_block_start", *["content_block_delta"] * 2, "content_block_stop"]
     assert raw == ["message_start", *thinking, *one, *one, "message_delta", "message_stop"]
@@ -107,9 +109,11 @@ RAW = {
 
 def test_an_async_stream(gateway: RunningGateway) -> None:
     async def play() -> str:
-        async with AsyncAnthropic(base_url=access.anthropic_url, api_key=access.key) as anthropic_client:
-            async with anthropic_client.messages.stream(model="p", max_tokens=100, messages=ASK) as events:
-                return "".join([text async for text in events.text_stream])
+        async with (
+            AsyncAnthropic(base_url=access.anthropic_url, api_key=access.key) as anthropic_client,
+            anthropic_client.messages.stream(model="p", max_tokens=100, messages=ASK) as events,
+        ):
+            return "".join([text async for text in events.text_stream])
 
     access = gateway.open(Script("hello"))
     assert asyncio.run(play()) == "hello"
@@ -145,18 +149,17 @@ def test_tokens_are_counted_without_a_call(gateway: RunningGateway) -> None:
     ],
 )
 def test_errors_name_the_field(gateway: RunningGateway, wrong: dict[str, Any], field: str) -> None:
-    with client(gateway.open(Script())) as anthropic_client:
-        with pytest.raises(anthropic.BadRequestError, match=field) as caught:
-            anthropic_client.messages.create(**{"model": "p", "max_tokens": 9, "messages": ASK, **wrong})
+    expected = pytest.raises(anthropic.BadRequestError, match=field)
+    with client(gateway.open(Script())) as anthropic_client, expected as caught:
+        anthropic_client.messages.create(**{"model": "p", "max_tokens": 9, "messages": ASK, **wrong})
     assert caught.value.body["type"] == "error"  # type: ignore[index]
     assert caught.value.type == "invalid_request_error"
 
 
 def test_keys_and_what_does_not_exist(gateway: RunningGateway) -> None:
     access = gateway.open(Script())
-    with client(Access(access.url, "wrong")) as anthropic_client:
-        with pytest.raises(anthropic.AuthenticationError) as caught:
-            anthropic_client.messages.create(model="p", max_tokens=9, messages=ASK)
+    with client(Access(access.url, "wrong")) as stranger, pytest.raises(anthropic.AuthenticationError) as caught:
+        stranger.messages.create(model="p", max_tokens=9, messages=ASK)
     assert caught.value.type == "authentication_error"
     with client(access) as anthropic_client:
         assert [model.id for model in anthropic_client.models.list()] == ["policy"]

@@ -91,12 +91,14 @@ def test_tools(gateway: RunningGateway, stream: bool) -> None:
 
 
 def test_a_stream_has_what_the_reply_has(gateway: RunningGateway) -> None:
-    with client(gateway.open(Script(CALLING, CALLING))) as openai_client:
-        with openai_client.chat.completions.stream(
+    with (
+        client(gateway.open(Script(CALLING, CALLING))) as openai_client,
+        openai_client.chat.completions.stream(
             model="p", messages=ASK, tools=[TOOL], n=2, stream_options={"include_usage": True}, logprobs=True
-        ) as events:
-            chunks = [event.chunk for event in events if event.type == "chunk"]
-            final = events.get_final_completion()
+        ) as events,
+    ):
+        chunks = [event.chunk for event in events if event.type == "chunk"]
+        final = events.get_final_completion()
     assert len(final.choices) == 2
     for choice in final.choices:
         assert (choice.message.content, choice.finish_reason) == ("I look", "tool_calls")
@@ -181,9 +183,9 @@ def test_keys(gateway: RunningGateway) -> None:
             pytest.raises((openai.AuthenticationError, UnicodeError)),
         ):
             openai_client.models.list()
-    with client(Access(access.url.replace("1-0", "9-9"), access.key)) as openai_client:
-        with pytest.raises(openai.AuthenticationError, match="no open episode with this key"):
-            openai_client.chat.completions.create(model="p", messages=ASK)
+    refused = pytest.raises(openai.AuthenticationError, match="no open episode with this key")
+    with client(Access(access.url.replace("1-0", "9-9"), access.key)) as stranger, refused:
+        stranger.chat.completions.create(model="p", messages=ASK)
     with client(access) as openai_client:
         assert openai_client.chat.completions.create(model="p", messages=ASK).choices
         gateway.do(gateway.server.end("1-0"))

@@ -313,7 +313,8 @@ def sent_back(reply: Message, style: str) -> Message:
     return reply
 
 
-EPISODES = given(
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
     steps=STEPS,
     style=STYLES,
     history=st.sampled_from(["keep", "template"]),
@@ -322,22 +323,7 @@ EPISODES = given(
     room=st.sampled_from([40, 200, 5000]),
     stop=st.sampled_from([(), ("<",), ("bc", "cc")]),
 )
-
-
-@settings(max_examples=100, deadline=None)
-@EPISODES
-def test_the_tree_is_what_the_engine_was_given_and_sampled(**episode: Any) -> None:
-    check_episode(**episode)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@EPISODES
-def test_that_of_two_thousand_episodes(**episode: Any) -> None:
-    check_episode(**episode)
-
-
-def check_episode(
+def test_the_tree_is_what_the_engine_was_given_and_sampled(
     steps: list[tuple[Any, ...]],
     style: str,
     history: Any,

@@ -176,7 +176,9 @@ def _byte_level() -> tokenizers.Tokenizer:
 
 OLD_REASONING = "leaves out the reasoning of turns before the last user message"
 FAMILIES = {
-    "qwen2.5": Family("qwen2_5.jinja", CHATML_TOKENS, "<|endoftext|>", ("<|im_end|>", "<|endoftext|>"), "hermes", QWEN_TAGS),
+    "qwen2.5": Family(
+        "qwen2_5.jinja", CHATML_TOKENS, "<|endoftext|>", ("<|im_end|>", "<|endoftext|>"), "hermes", QWEN_TAGS
+    ),
     "qwen3": Family(
         "qwen3.jinja", CHATML_TOKENS, "<|endoftext|>", ("<|im_end|>", "<|endoftext|>"), "hermes", QWEN_TAGS,
         reasoning=True, changes=OLD_REASONING,
@@ -188,13 +190,21 @@ FAMILIES = {
         "qwen3_6.jinja", CHATML_TOKENS, "<|endoftext|>", ("<|im_end|>",), "qwen3_coder", QWEN_TAGS, reasoning=True,
         changes=OLD_REASONING,
     ),
-    "hermes": Family(HERMES, CHATML_TOKENS, "<|endoftext|>", ("<|im_end|>",), "hermes", content_with_calls=False),
+    "qwen3.6-training": Family(
+        "qwen3_6_training.jinja", CHATML_TOKENS, "<|endoftext|>", ("<|im_end|>",), "qwen3_coder", QWEN_TAGS,
+        reasoning=True,
+    ),
+    "hermes": Family(
+        HERMES, CHATML_TOKENS, "<|endoftext|>", ("<|im_end|>",), "hermes", content_with_calls=False,
+        changes="shows earlier tool calls and their results in another way",
+    ),
     "llama3.1": Family(
         "llama3_1.jinja", LLAMA_TOKENS, "<|begin_of_text|>", ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
         "llama3_json", content_with_calls=False, calls=1,
     ),
     "mistral": Family(
-        MISTRAL, MISTRAL_TOKENS, "<s>", ("</s>",), "mistral", content_with_calls=False, changes="moves the system message"
+        MISTRAL, MISTRAL_TOKENS, "<s>", ("</s>",), "mistral", content_with_calls=False,
+        changes="moves the system message",
     ),
     "ministral": Family(MINISTRAL, MISTRAL_TOKENS, "<s>", ("</s>",), "mistral"),
     "gpt-oss": Family(
