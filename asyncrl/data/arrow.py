@@ -50,8 +50,8 @@ PARTED: Any = SCHEMA.append(pa.field("parts", TEXT, nullable=False))
 and a log holds rows of all kinds: its schema hash is that of the columns that all have."""
 ROUTED: Any = PARTED.append(pa.field("routes", BYTES, nullable=False))
 """Of a row with routes, as `Trajectory.route_bytes` has them; `parts` is empty where its reward has none."""
-PLAYED: Any = ROUTED.append(pa.field("episode", BYTES, nullable=False))
-"""Of a row of a harness (`asyncrl.data.episodes`); `parts` and `routes` are empty where there are none."""
+PLAYED: Any = ROUTED.append(pa.field("episode", TEXT, nullable=False))
+"""Of a row of a harness, as JSON (`asyncrl.data.episodes`); `parts` and `routes` are empty where there are none."""
 WIDER = {
     len(wide) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): wide for wide in (PARTED, ROUTED, PLAYED)
 }
@@ -94,7 +94,7 @@ class Fields(NamedTuple):
     parts: str | None = None
     """None in all rows that `unpack` reads: others are left to Arrow."""
     routes: bytes = b""
-    episode: bytes = b""
+    episode: str = ""
 
 
 class _Shape(NamedTuple):
@@ -121,7 +121,7 @@ def encode(trajectory: Trajectory) -> bytes:
     routes, episode = trajectory.route_bytes, trajectory.episode
     if not (trajectory.parts or routes or episode is not None):
         return payload
-    return _widened(payload, trajectory.parts, routes, b"" if episode is None else episodes.to_bytes(episode))
+    return _widened(payload, trajectory.parts, routes, "" if episode is None else episodes.to_text(episode))
 
 
 class Row(NamedTuple):
@@ -151,13 +151,22 @@ class Row(NamedTuple):
     def oldest_version(self) -> int:
         return min((version for _, _, version in self.runs if version != GIVEN), default=GIVEN)
 
+    @property
+    def turn_rewards(self) -> list[float]:
+        return [] if self.episode is None else [turn.reward for turn in self.episode.turns]
+
+    @property
+    def earned(self) -> float:
+        """Its reward, and what its turns had for themselves on average: by this samples of a group are compared."""
+        return self.reward + (sum(own) / len(own) if (own := self.turn_rewards) else 0.0)
+
 
 def read_row(payload: bytes) -> Row:
     """Check all of a payload, or raise ValueError with what is wrong with it."""
     found = unpack(payload) or fields(read_batch(payload))
     slot, runs = Slot(found.group, found.sample), _runs(found.versions)
     parts = {} if found.parts is None else from_text(found.parts)
-    episode = episodes.from_bytes(found.episode) if found.episode else None
+    episode = episodes.from_text(found.episode) if found.episode else None
     row = Row(slot, *found.texts, *found.numbers, found.tokens, found.logprobs, runs, parts, found.routes, episode)
     if complaint := _complaint(row):
         raise ValueError(f"trajectory of group {slot.group}, sample {slot.sample}: {complaint}")
@@ -176,7 +185,7 @@ def fields(batch: Any) -> Fields:
     reward, started, finished = (_as_number("<d", buffers[i]) for i in (18, 20, 22))
     parts = _as_text(*buffers[36:38]) if len(buffers) > 36 else None
     routes = _as_bytes(*buffers[39:41]) if len(buffers) > 39 else b""
-    episode = _as_bytes(*buffers[42:44]) if len(buffers) > 42 else b""
+    episode = _as_text(*buffers[42:44]) if len(buffers) > 42 else ""
     return Fields(
         group=_as_number("<q", buffers[2]),
         sample=_as_number("<i", buffers[4]),
@@ -233,11 +242,11 @@ def read_batch(payload: bytes) -> Any:
     return untrusted.read_batch(payload, SCHEMA, "a trajectory payload", WIDER)
 
 
-def _widened(payload: bytes, parts: Parts, routes: bytes, episode: bytes) -> bytes:
+def _widened(payload: bytes, parts: Parts, routes: bytes, episode: str) -> bytes:
     """With the columns that not all rows have."""
     columns = [*read_batch(payload).columns, pa.array([to_text(parts) if parts else ""])]
     wide = PLAYED if episode else ROUTED if routes else PARTED
-    columns += [pa.array([data], BYTES) for data in (routes, episode)][: len(wide) - len(columns)]
+    columns += [pa.array([routes], BYTES), pa.array([episode])][: len(wide) - len(columns)]
     return pa.RecordBatch.from_arrays(columns, schema=wide).serialize().to_pybytes()
 
 

@@ -1,4 +1,4 @@
-"""Episodes: their bytes in the trajectory log, what of them is checked, and the paths of their trees.
+"""Episodes: their text in the trajectory log, what of them is checked, and the paths of their trees.
 
 The tokens of a trajectory with branches are a tree: lines of tokens, each of which goes on from the one before it, and
 each line from a token of an earlier line, or from nothing. A path is what a call has seen: the tokens from a beginning
@@ -22,19 +22,20 @@ MOST = (1 << 31) - 1
 Places = npt.NDArray[np.int64]
 Runs = Sequence[tuple[int, int, int]]
 """Start, stop and version of each run of tokens with one version."""
-_decoder = msgspec.msgpack.Decoder(Episode)
+_decoder = msgspec.json.Decoder(Episode)
 
 
-def to_bytes(episode: Episode) -> bytes:
-    return msgspec.msgpack.encode(episode)
+def to_text(episode: Episode) -> str:
+    """JSON: arrays without names, about as short as msgpack, and SQL reads it."""
+    return msgspec.json.encode(episode).decode()
 
 
-def from_bytes(data: bytes) -> Episode:
+def from_text(text: str) -> Episode:
     """ValueError with what is wrong with it."""
     try:
-        return _decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{len(data)} bytes of an episode: {error}") from None
+        return _decoder.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"episode={text!r:.100}: {error}") from None
 
 
 def complaint(episode: Episode, runs: Runs) -> str | None:

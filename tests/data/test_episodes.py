@@ -36,14 +36,14 @@ def test_only_rows_of_harnesses_have_the_column() -> None:
     plain = trajectory(3, 1)
     assert len(encode(plain)) == len(encode(msgspec.structs.replace(plain, episode=None)))
     table = read_table([payload(0, 0), encode(item)])
-    assert table.column("episode").to_pylist() == [None, msgspec.msgpack.encode(item.episode)]
+    assert table.column("episode").to_pylist() == [None, msgspec.json.encode(item.episode).decode()]
     without = msgspec.structs.replace(item, episode=Episode(turns=item.episode.turns[:0]), segments=plain.segments[:1])
     assert decode(encode(without)).episode == Episode(), "an episode in which nothing was sampled is still one"
 
 
 def test_an_episode_takes_few_bytes() -> None:
     line = Episode(turns=tuple(Turn(100 * turn, 100 * turn + 50, 0.0, 1) for turn in range(20)), model_s=1.0)
-    assert len(msgspec.msgpack.encode(line)) < 20 * 18 + 40
+    assert len(msgspec.json.encode(line)) < 20 * 18 + 40
 
 
 def _written(episode: Episode) -> bytes:
@@ -71,7 +71,7 @@ TURNS = (Turn(4, 7), Turn(8, 9))
         (Episode(turns=(Turn(-1, 7), Turn(8, 9))), "turns begin and end at"),
         (Episode(turns=(Turn(4, 6), Turn(8, 9))), "its turns are not its sampled tokens"),
         (Episode(turns=(Turn(3, 7), Turn(8, 9))), "its turns are not its sampled tokens"),
-        (Episode(turns=(Turn(4, 7, float("nan")), Turn(8, 9))), "must be finite"),
+        (Episode(turns=(Turn(4, 7, float("nan")), Turn(8, 9))), "episode=.*Expected `float`"),
         (Episode(turns=TURNS, model_s=-1.0), "not negative"),
         (Episode(turns=(Turn(4, 7, tool_calls=-1), Turn(8, 9))), "tool calls and wasted tokens must be"),
         (Episode(turns=TURNS, wasted_tokens=2**40), "tool calls and wasted tokens must be"),
@@ -90,7 +90,7 @@ def test_what_is_right_is_not_refused() -> None:
 @given(seeds, st.data())
 def test_damaged_bytes_are_an_error_or_a_sound_episode(seed: int, data: st.DataObject) -> None:
     item = played(seed)
-    written = msgspec.msgpack.encode(item.episode)
+    written = msgspec.json.encode(item.episode)
     whole = bytearray(encode(item))
     place = bytes(whole).rindex(written) + data.draw(st.integers(0, len(written) - 1))
     whole[place] = data.draw(st.integers(0, 255))
