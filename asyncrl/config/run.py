@@ -107,8 +107,8 @@ class Rollout(RolloutPrecision, frozen=True):
     """Running completions at a weight update: keep their old keys and values, or prefill them again."""
     router_replay: Literal["auto", "on", "off"] = "auto"
     """The trainer uses the experts that the engine chose for each token. `auto`: on where the model has experts and the
-    engine always returns its choice, as the native one does; vLLM does so on a GPU, if it is `on`. Episodes of a harness
-    are trained without."""
+    engine always returns its choice, as the native one does; vLLM does so on a GPU, if it is `on`. Agents have
+    none."""
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""

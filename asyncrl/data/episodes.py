@@ -1,4 +1,4 @@
-"""Episodes: their text in the trajectory log, what of them is checked, and the paths of their trees.
+"""Episodes: their text in the trajectory log, what of them is checked, their figures, and the paths of their trees.
 
 The tokens of a trajectory with branches are a tree: lines of tokens, each of which goes on from the one before it, and
 each line from a token of an earlier line, or from nothing. A path is what a call has seen: the tokens from a beginning
@@ -6,16 +6,17 @@ to the end of a line that nothing goes on from.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.types import GIVEN, Branch, Episode
+from asyncrl.types import GIVEN, Branch, Episode, Trajectory
 
 MOST = (1 << 31) - 1
 """Of what is counted."""
@@ -69,6 +70,64 @@ def complaint(episode: Episode, runs: Runs) -> str | None:
     if not all(0 <= count <= MOST for count in counts):
         return f"tool calls and wasted tokens must be 0 to {MOST}"
     return None
+
+
+# Figures.
+
+
+class Played(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over the samples of harnesses."""
+
+    episodes: int = 0
+    turns: int = 0
+    tool_calls: int = 0
+    seconds: float = 0.0
+    model_s: float = 0.0
+    tools_s: float = 0.0
+    wasted_tokens: int = 0
+    branches: dict[str, int] = {}
+    """By cause."""
+
+
+def played(trajectories: Iterable[Trajectory]) -> Played:
+    own = [(t, t.episode) for t in trajectories if t.episode is not None]
+    return Played(
+        episodes=len(own),
+        turns=sum(len(episode.turns) for _, episode in own),
+        tool_calls=sum(turn.tool_calls for _, episode in own for turn in episode.turns),
+        seconds=sum(trajectory.finished - trajectory.started for trajectory, _ in own),
+        model_s=sum(episode.model_s for _, episode in own),
+        tools_s=sum(episode.tools_s for _, episode in own),
+        wasted_tokens=sum(episode.wasted_tokens for _, episode in own),
+        branches=Counter(branch.cause for _, episode in own for branch in episode.branches),
+    )
+
+
+def agent_figures(parts: Iterable[Played]) -> dict[str, Any]:
+    """The column of a step's metrics: means over its episodes, shares of their seconds, and sums of what was lost. No
+    column without episodes."""
+    found = list(parts)
+    episodes, seconds = sum(each.episodes for each in found), sum(each.seconds for each in found)
+    if not episodes:
+        return {}
+    model, tools = (sum(getattr(each, name) for each in found) for name in ("model_s", "tools_s"))
+    branches: Counter[str] = sum((Counter(each.branches) for each in found), Counter())
+    figures: dict[str, Any] = {
+        "episodes": episodes,
+        "turns": sum(each.turns for each in found) / episodes,
+        "tool_calls": sum(each.tool_calls for each in found) / episodes,
+        "model_share": model / max(seconds, 1e-9),
+        "tools_share": tools / max(seconds, 1e-9),
+        "waiting_share": max(0.0, seconds - model - tools) / max(seconds, 1e-9),
+        "branches": branches.total() / episodes,
+        "wasted_tokens": sum(each.wasted_tokens for each in found),
+    }
+    if branches:  # Parquet has no structure without fields
+        figures["branches_by_cause"] = dict(sorted(branches.items()))
+    return {"agents": figures}
+
+
+# The tree.
 
 
 class Line(NamedTuple):

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.buffer import replay
 from asyncrl.data.arrow import PLAYED, decode, encode, read_row, read_table
-from asyncrl.data.episodes import predicting_tree, tree
+from asyncrl.data.episodes import Played, agent_figures, predicting_tree, tree
+from asyncrl.data.episodes import played as sums
 from asyncrl.types import GIVEN, Branch, Episode, Segment, Slot, Trajectory, Turn
 from tests.support.buffer_stores import payload, trajectory
 from tests.support.episodes import before, context, random_episode
@@ -128,3 +130,24 @@ def test_paths_for_prediction_end_where_something_was_sampled_next(seed: int) ->
     assert seen == {place for token in np.flatnonzero(sampled) for place in context(item, int(token))}
     before_sampled = {before(item)[token] for token in np.flatnonzero(sampled)}
     assert all(path.places[-1] in before_sampled for path in found.paths)
+
+
+def test_samples_are_compared_by_what_they_and_their_turns_earned() -> None:
+    """1 + (2 + 0) / 2, and whose turns were not all worth the same."""
+    turns = (Turn(4, 7, 2.0), Turn(8, 9, 0.0))
+    sample = replay.check(_written(Episode(turns=turns)))
+    assert (sample.reward, sample.uneven) == (played(0).reward + 1.0, True)
+    assert not replay.check(_written(Episode(turns=TURNS))).uneven
+    assert not replay.check(payload(0, 0)).uneven
+
+
+def test_figures_of_a_step_are_the_same_however_it_was_delivered() -> None:
+    items = [played(seed) for seed in range(5)]
+    whole, parts = (
+        agent_figures([sums(items)]),
+        agent_figures([sums(items[:2]), sums([trajectory(0, 0)]), sums(items[2:])]),
+    )
+    assert whole == parts
+    assert whole["agents"]["episodes"] == 5
+    assert agent_figures([sums([trajectory(0, 0)])]) == {}
+    assert "branches_by_cause" not in agent_figures([Played(episodes=1)])["agents"], "Parquet has no empty structure"

@@ -76,7 +76,10 @@ def test_other_rows_are_as_they_were(run: Path) -> None:
 
 
 def test_ready_queries_about_episodes(run: Path) -> None:
-    assert ask(run, READY["branches_by_cause"].sql) == [("new_conversation", 2, 2, 1.0), ("reasoning_stripped", 2, 2, 1.0)]
+    assert ask(run, READY["branches_by_cause"].sql) == [
+        ("new_conversation", 2, 2, 1.0),
+        ("reasoning_stripped", 2, 2, 1.0),
+    ]
     assert ask(run, READY["reward_by_turns"].sql) == [(3, 2, 0.75, 3.0, 5.0, 4.0)]
     assert ask(run, READY["episodes_by_step"].sql) == []
 

@@ -68,7 +68,7 @@ class EpisodeWriter:
 
 def random_episode(
     rng: np.random.Generator,
-    slot: Slot = Slot(0, 0),
+    slot: Slot,
     *,
     prompt: list[int] | None = None,
     reward: float = 0.0,
@@ -99,7 +99,7 @@ def random_group(rng: np.random.Generator, group: int, *, turn_rewards: bool = F
             random_episode(
                 rng,
                 Slot(group, sample),
-                prompt=prompt if one_prompt else prompt[: rng.integers(1, len(prompt) + 1)] + [sample],
+                prompt=prompt if one_prompt else [*prompt[: rng.integers(1, len(prompt) + 1)], sample],
                 reward=float(sample % 2),
                 turn_rewards=turn_rewards,
             )

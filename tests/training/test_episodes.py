@@ -24,15 +24,19 @@ from asyncrl.config.algorithm import (
     ReinforcePp,
     Rloo,
 )
-from asyncrl.config.trainer import Trainer
+from asyncrl.config.run import Checkpoint, load
+from asyncrl.config.trainer import Lora, Trainer
+from asyncrl.data.arrow import decode, encode
+from asyncrl.errors import ConfigError
 from asyncrl.models.packed import packed_attention, row_attention, span_attention
 from asyncrl.models.policy import Packing
 from asyncrl.training.advantages import TokenAdvantages, with_advantages
-from asyncrl.training.batches import PackedBatch, block, pack, share
+from asyncrl.training.batches import block, pack, share
 from asyncrl.training.learner import Learner
 from asyncrl.types import Group, Slot, Trajectory
 from tests.support.episodes import EpisodeWriter, context, random_group, turn_alone
 from tests.support.tiny_model import tiny_checkpoint
+from tests.support.training_groups import gradients_of
 
 PACKINGS: tuple[Packing, ...] = ("shared", "packed", "padded")
 seeds = st.integers(0, 2**32 - 1)
@@ -150,7 +154,7 @@ def test_what_paths_have_in_common_is_computed_once_and_nothing_else_is(seed: in
     torch.testing.assert_close(span_attention(batch.rows, "cpu", _plain_kernel)(0, q, k, v), plain)
 
 
-def _plain_kernel(q, k, v, query_starts, key_starts, most_queries, most_keys):  # noqa: ANN001, ANN202
+def _plain_kernel(q, k, v, query_starts, key_starts, most_queries, most_keys):
     """Each row by itself: its last queries see all keys up to their own."""
     outs = []
     for a, b, c, d in zip(query_starts, query_starts[1:], key_starts, key_starts[1:], strict=False):
@@ -226,7 +230,7 @@ def test_rewards_of_turns_lie_at_their_ends_for_ppo_and_reinforce(learner: Learn
     assert _of_turns(Run(algorithm=Ppo()), group) == [[8.0, 5.0], [2.0]]
     run = Run(algorithm=Ppo())
     (batch,) = pack(with_advantages(run, [group]), 1000)
-    rewards = TokenAdvantages(run.algorithm, learner._policy, None, None, learner.ranks)._rewards(batch)  # noqa: SLF001
+    rewards = TokenAdvantages(run.algorithm, learner._policy, None, None, learner.ranks)._rewards(batch)
     assert rewards.tolist() == [0, 3, 0, 5, 0, 2]
 
 
@@ -264,3 +268,58 @@ def test_a_harness_that_was_never_answered_is_left_out(learner: Learner) -> None
     nothing = writer.trajectory(Slot(0, 2), 0.0)
     (found,) = with_advantages(RUN, [msgspec.structs.replace(group, trajectories=(*group.trajectories, nothing))])
     assert [answer.slot for answer in found.answers] == [Slot(0, 0), Slot(0, 1)]
+
+
+@pytest.mark.parametrize(
+    "trainer", [Trainer(checkpoint_activations=True), Trainer(lora=Lora(rank=2, alpha=4.0))], ids=["recomputed", "lora"]
+)
+def test_trees_with_recomputed_layers_and_adapters(tmp_path: Path, trainer: Trainer) -> None:
+    """Shared or unrolled, plain or recomputed: the same gradient."""
+    tiny_checkpoint(tmp_path)
+    found: list[list[torch.Tensor]] = []
+    for packing, settings in (("shared", trainer), ("packed", trainer), ("shared", Trainer(lora=trainer.lora))):
+        learner = Learner(tmp_path, msgspec.structs.replace(RUN, trainer=settings))
+        learner.model.packing = packing
+        learner.accumulate(_groups(3, turn_rewards=True))
+        found.append(gradients_of(learner))
+    for other in found[1:]:
+        for mine, its in zip(found[0], other, strict=True):
+            torch.testing.assert_close(mine, its, atol=1e-3, rtol=1e-4)
+    assert any(gradient.abs().max() > 1e-3 for gradient in found[0])
+
+
+def test_a_model_of_transformers_learns_from_trees_what_our_decoder_learns(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    native = Learner(tmp_path, RUN)
+    through = Learner(
+        tmp_path, msgspec.structs.replace(RUN, model=Checkpoint(path=str(tmp_path), backend="transformers"))
+    )
+    assert through.model.packing == "packed"
+    for learner in (native, through):
+        learner.accumulate(_groups(4, turn_rewards=True, one_prompt=False))
+    first, second = native.step(), through.step()
+    assert (first.tokens, first.samples) == (second.tokens, second.samples)
+    assert second.loss == pytest.approx(first.loss, abs=1e-5)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-4)
+
+
+def test_what_was_stored_is_trained_as_what_was_recorded(tmp_path: Path) -> None:
+    """To the last bit: by this a replay finds the same weights."""
+    tiny_checkpoint(tmp_path)
+    groups = _groups(6, turn_rewards=True)
+    stored = [
+        msgspec.structs.replace(group, trajectories=tuple(decode(encode(t)) for t in group.trajectories))
+        for group in groups
+    ]
+    learners = [Learner(tmp_path, RUN) for _ in range(2)]
+    for learner, given_groups in zip(learners, (groups, stored), strict=True):
+        learner.accumulate(given_groups)
+    assert all(torch.equal(a, b) for a, b in zip(*map(gradients_of, learners), strict=True))
+
+
+def test_routes_of_a_harness_are_refused_and_auto_is_without() -> None:
+    raw = {"agent": {"function": "my.py:agent"}, "reward": {"function": "my.py:reward"}}
+    assert load({"reward": {"function": "my.py:reward"}}).replays_routes
+    assert not load(raw).replays_routes
+    with pytest.raises(ConfigError, match="set rollout.router_replay=auto, which is off with agent"):
+        load({**raw, "rollout": {"router_replay": "on"}})
