@@ -155,6 +155,14 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
         "nothing, if the stage is right; otherwise change the stage",
     ),
 }
+CALL_CUT_OFF = "call_cut_off"
+"""Of tokens that no sample was dropped for: they are wasted in an episode that goes on."""
+_CUT_OFF = Description(
+    "calls that were cut off",
+    "the harness gave up a call before it was answered, so what had been sampled for it belongs to no turn; the "
+    "episode went on",
+    "look at the timeouts of the harness's client, and at what it cancels",
+)
 _BY_VALUE: Mapping[str, DropReason] = {reason.value: reason for reason in DropReason}
 
 
@@ -174,6 +182,8 @@ def find(recorded: str) -> DropReason | None:
 
 def describe(recorded: str) -> Description:
     """What a recorded reason means, whoever gave it."""
+    if recorded == CALL_CUT_OFF:
+        return _CUT_OFF
     reason = find(recorded)
     if reason is None:
         return Description(recorded.replace("_", " "), "the release that reads it does not know this reason", "")

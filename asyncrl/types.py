@@ -177,12 +177,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tool_calls: int = 0
 
 
-class Episode(msgspec.Struct, frozen=True, kw_only=True):
+class Episode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What a trajectory of a harness has beside its tokens: a tree of turns, each token in it once."""
 
     branches: tuple[Branch, ...] = ()
     """In the order of their tokens; none: each call continued the one before it."""
     turns: tuple[Turn, ...] = ()
+    """In the order of their tokens; every sampled token is in one."""
     model_s: float = 0.0
     """Seconds in which at least one call was being sampled."""
     tools_s: float = 0.0
@@ -232,6 +233,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         holds the routes from where the one before it ended up to its own last token, which has none yet: in front of
         its own tokens those of the prompt, of what was given since, and of the last token before an update."""
         return b"".join([segment.route_bytes for segment in self.segments])
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return () if self.episode is None else self.episode.branches
 
     @property
     def sampled_tokens(self) -> int:

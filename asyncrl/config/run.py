@@ -107,7 +107,8 @@ class Rollout(RolloutPrecision, frozen=True):
     """Running completions at a weight update: keep their old keys and values, or prefill them again."""
     router_replay: Literal["auto", "on", "off"] = "auto"
     """The trainer uses the experts that the engine chose for each token. `auto`: on where the model has experts and the
-    engine always returns its choice, as the native one does; vLLM does so on a GPU, if it is `on`."""
+    engine always returns its choice, as the native one does; vLLM does so on a GPU, if it is `on`. Agents have
+    none."""
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
@@ -265,10 +266,11 @@ class Run(Settings, frozen=True):
 
     @property
     def replays_routes(self) -> bool:
-        """Whether routes are recorded and replayed, if the model has experts: transformers takes none."""
+        """Whether routes are recorded and replayed, if the model has experts: transformers takes none, and episodes of
+        a harness have none."""
         wanted, always = self.rollout.router_replay, self.engine.returns_routes == "always"
-        replays = wanted == "on" or (wanted == "auto" and always)
-        return replays and self.model.backend != "transformers" and not self.agent.on
+        wants = wanted == "on" or (wanted == "auto" and always)
+        return wants and self.model.backend != "transformers" and not self.agent.on
 
     @property
     def samples_per_step(self) -> int:

@@ -103,6 +103,11 @@ def check_agent(run: "Run") -> None:
         )
     if not run.engine.has_model:
         raise ConfigError(f"agent.* needs text, and engine={run.engine.kind} generates none; use engine=native or vllm")
+    if run.rollout.router_replay == "on":
+        raise ConfigError(
+            "rollout.router_replay=on replays the experts of one line of tokens, and an episode of a harness may have "
+            "branches: set rollout.router_replay=auto, which is off with agent.*"
+        )
 
 
 class Stage(Called, frozen=True):

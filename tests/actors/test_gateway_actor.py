@@ -117,7 +117,7 @@ def test_a_group_out_of_time_ends_its_episodes(model: Path, tmp_path: Path, harn
         run = msgspec.structs.replace(run, flow=msgspec.structs.replace(run.flow, group_timeout_s=1.0))
         async with playing(run, model, tmp_path) as at:
             await at.generate(await at.tickets(1))
-            assert (await at.buffer.ledger()).dropped == {"timeout": 2}
+            assert (await at.buffer.ledger()).dropped == {"timeout": 1, "group_incomplete": 1}
 
     asyncio.run(scenario())
 
