@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.types import GIVEN, Prompt, Slot, Trajectory
-from asyncrl.user_code.agents import Task
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import GIVEN, Probe, Prompt, SendOrder, Slot, Trajectory
 from tests.actors.test_publisher import model  # pyright: ignore[reportUnusedImport]
 from tests.support.agents import PROMPT, Played, agent_run, playing, with_limits, write_harness
 
@@ -99,7 +99,7 @@ def test_what_goes_wrong_is_dropped_and_counted(
     model: Path, tmp_path: Path, harness: Path, function: str, reason: str, wasted: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     async def scenario() -> None:
-        async with playing(agent_run(model, harness, function, timeout_s=1.5), model, tmp_path) as at:
+        async with playing(agent_run(model, harness, function, timeout_s=6.0), model, tmp_path) as at:
             await at.generate(await at.tickets(1))
             ledger = await at.buffer.ledger()
             assert ledger.dropped == {reason: 1, "group_incomplete": 1}
@@ -225,7 +225,7 @@ def test_a_client_that_goes_away_frees_the_engine(model: Path, tmp_path: Path, h
             submit = engine.submit
 
             def endless(request):  # pyright: ignore[reportUnknownParameterType, reportMissingParameterType]
-                if request.id.startswith("0/0/0"):
+                if request.id.startswith("0.0/0#"):
                     request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, stop=()))
                 return submit(request)
 
@@ -257,15 +257,66 @@ def test_held_out_prompts_are_played_too(model: Path, tmp_path: Path, harness: P
 
 
 def test_tokens_leave_when_their_version_has_passed_its_probe(model: Path, tmp_path: Path, harness: Path) -> None:
-    """What a bad version sampled is sampled again, and counts as waste."""
+    """What a bad version sampled never reaches a harness: it is sampled again, by the version before it."""
 
     async def scenario() -> dict[Slot, Trajectory]:
-        async with playing(agent_run(model, harness, "two_turns"), model, tmp_path) as at:
-            await at.rollout.load_weights(await at.trainer.export_weights_for_test())  # pyright: ignore
-            return {}
+        run = with_limits(agent_run(model, harness, "two_turns"), max_tokens=200)
+        async with playing(run, model, tmp_path) as at:
+            sound = await at.trainer.export_weights(SendOrder())
+            for rollout in at.rollouts:
+                await rollout.load_weights(sound)
+            probe = Probe(((1, 2),), (5.0,), 1e-3)  # no log-probability is 5
+            bad = msgspec.structs.replace(sound, version=1, probe=probe)
+            generating = at.generate(await at.tickets(1))
+            await _sampling(at, 0)
+            with pytest.raises(WeightSyncError, match="does not compute what the trainer does"):
+                await at.rollout.load_weights(bad)
+            await generating
+            return await at.trained(1)
 
-    del scenario
+    found = asyncio.run(scenario())
+    assert {version for t in found.values() for version in t.versions.tolist()} == {GIVEN, 0}
+    assert any(t.episode is not None and t.episode.wasted_tokens for t in found.values())
 
 
+def test_updates_in_the_middle_of_an_episode(model: Path, tmp_path: Path, harness: Path) -> None:
+    async def scenario() -> dict[Slot, Trajectory]:
+        run = with_limits(agent_run(model, harness, "two_turns"), max_tokens=200)
+        async with playing(run, model, tmp_path) as at:
+            weights = await at.trainer.export_weights(SendOrder())
+            await at.rollout.load_weights(weights)
+            generating = at.generate(await at.tickets(1))
+            for version in range(1, 4):
+                await _sampling(at, 0, 1)
+                await at.rollout.load_weights(msgspec.structs.replace(weights, version=version))
+            await generating
+            return await at.trained(1)
+
+    found = asyncio.run(scenario())
+    for trajectory in found.values():
+        _whole(trajectory)
+        versions = [version for version in trajectory.versions.tolist() if version != GIVEN]
+        assert versions == sorted(versions)
+    assert len({version for t in found.values() for version in t.versions.tolist()}) > 2
+
+
+@pytest.mark.slow
 def test_500_episodes_at_a_time_on_one_engine(model: Path, tmp_path: Path, harness: Path) -> None:
-    del model, tmp_path, harness, Task
+    """All of them open at once, and nothing of them is left afterwards."""
+
+    async def scenario() -> None:
+        run = agent_run(model, harness, "patient", concurrency=500)
+        run = with_limits(run, group_size=500)
+        async with playing(run, model, tmp_path) as at:
+            generating = at.generate(await at.tickets(1))
+            most = 0
+            while not generating.done():
+                most = max(most, at.gateway._pool.playing)
+                await asyncio.sleep(0.05)
+            await generating
+            assert most == 500
+            assert len(await at.trained(1)) == 500
+            calls = at.gateway._calls
+            assert not (at.gateway._episodes or calls._episodes or calls._given or at.gateway._pool.playing)
+
+    asyncio.run(scenario())

@@ -37,6 +37,13 @@ def two_turns(prompt, answer, access):
     messages.append({"role": "user", "content": "1+1="})
     return chat(access, messages)
 
+async def patient(prompt, answer, access):
+    """Two calls with a slow tool in between."""
+    messages = [{"role": "user", "content": prompt}]
+    await asyncio.to_thread(chat, access, messages, max_tokens=4)
+    await asyncio.sleep(20)
+    return await asyncio.to_thread(chat, access, messages, max_tokens=4)
+
 async def as_a_task(prompt, answer, access):
     return await asyncio.to_thread(two_turns, prompt, answer, access)
 

@@ -113,6 +113,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Where the driver's main thread is."""
     group_timeout_s: float = 0.0
     reward_function: str = ""
+    harness: str = ""
+    """The function or program of an agent."""
 
 
 class Explanation(msgspec.Struct, frozen=True):
