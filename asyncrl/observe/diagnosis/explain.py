@@ -192,7 +192,8 @@ class _Trail:
             self._actor(call.actor, pronoun="it")
             if not self._faulty(call.actor):
                 self._links.pop()
-                self._engine(call.actor)
+                plays = said is not None and not said.running and self._said("gateway") is not None
+                self._harness() if plays else self._engine(call.actor)
         else:
             self._links.append(f"it waits for {doing[0].what}")
             self._reward()
