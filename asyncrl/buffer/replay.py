@@ -48,7 +48,8 @@ class Sample(NamedTuple):
     oldest: int
     """Version of the oldest sampled token, GIVEN when there is none."""
     reward: float
-    uneven: bool
+    uneven: bool = False
+    """See `Stored`."""
 
     @classmethod
     def of(cls, row: arrow.Row, payload: bytes) -> "Sample":

@@ -47,7 +47,8 @@ def with_advantages(run: Run, groups: Sequence[Group], routes: RouteShape | None
     for group, reward_G, turns, is_rated, found_G in zip(groups, rewards, own, rated, advantages, strict=True):
         found: Sequence[float | Floats] = found_G.tolist()
         if is_rated and entry.whole_step:
-            found = [_spread(_to_come(*each), t) for *each, t in zip(found_G, turns, group.trajectories, strict=True)]
+            totals_G = zip(found_G.tolist(), turns, group.trajectories, strict=True)
+            found = [_spread(_to_come(total, turn_N), t) for total, turn_N, t in totals_G]
         elif is_rated:
             both = [reward + turn_N for reward, turn_N in zip(reward_G, turns, strict=True)]
             if (found_N := entry.turns(run.algorithm, both)) is None:

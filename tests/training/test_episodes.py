@@ -277,8 +277,8 @@ def test_trees_with_recomputed_layers_and_adapters(tmp_path: Path, trainer: Trai
     """Shared or unrolled, plain or recomputed: the same gradient."""
     tiny_checkpoint(tmp_path)
     found: list[list[torch.Tensor]] = []
-    for packing, settings in (("shared", trainer), ("packed", trainer), ("shared", Trainer(lora=trainer.lora))):
-        learner = Learner(tmp_path, msgspec.structs.replace(RUN, trainer=settings))
+    for packing, own in (("shared", trainer), ("packed", trainer), ("shared", Trainer(lora=trainer.lora))):
+        learner = Learner(tmp_path, msgspec.structs.replace(RUN, trainer=own))
         learner.model.packing = packing
         learner.accumulate(_groups(3, turn_rewards=True))
         found.append(gradients_of(learner))
@@ -321,5 +321,5 @@ def test_routes_of_a_harness_are_refused_and_auto_is_without() -> None:
     raw = {"agent": {"function": "my.py:agent"}, "reward": {"function": "my.py:reward"}}
     assert load({"reward": {"function": "my.py:reward"}}).replays_routes
     assert not load(raw).replays_routes
-    with pytest.raises(ConfigError, match="set rollout.router_replay=auto, which is off with agent"):
+    with pytest.raises(ConfigError, match="router_replay=auto, which is off with agent"):
         load({**raw, "rollout": {"router_replay": "on"}})
