@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from actors.gateway.calls import HELD_OUT, Calls, Sampled, Work
+from actors.runtime.background import retrieve_exception
 from actors.runtime.resources import own_address
 from asyncrl.chat import chat_format
 from asyncrl.config import Run
@@ -77,6 +78,7 @@ class _Open:
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.over: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
+        self.over.add_done_callback(retrieve_exception)
         self.moved = asyncio.Event()
         """Set when `engine` no longer plays it."""
         self.playing: asyncio.Task[None] | None = None
@@ -169,8 +171,10 @@ class GatewayActor:
     async def _to_the_end(self, name: str, found: _Open, play: Play) -> None:
         try:
             found.over.set_result(await self._play(name, found, play))
+        except Exception as error:
+            found.over.set_exception(error)  # not the harness's: whoever asked for the episode gets it
         finally:
-            found.over.cancel()  # unless it has its result
+            found.over.cancel()  # if it was dropped
         asyncio.get_running_loop().call_at(_loop_time(play.deadline) + KEPT_S, self._episodes.pop, name, None)
 
     async def _play(self, name: str, found: _Open, play: Play) -> Played:
@@ -241,5 +245,3 @@ class GatewayActor:
 
 def _loop_time(wall: float) -> float:
     return asyncio.get_running_loop().time() + wall - time.time()
-
-

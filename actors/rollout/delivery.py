@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-
 from typing import Any, NamedTuple
 
 from actors.buffer import BufferActor

@@ -104,6 +104,7 @@ class EpisodePlayer:
                 return Sampled(name, answer.segments, answer.finish)
             with self._quarantine.running(name):
                 answer = await self._generator.answer(request, call.deadline, keep=keep)
+                self.begun.pop(name, None)  # nobody may go on from it before it is known to be sound
                 spoiled = await self._quarantine.spoiled(name)
             if not spoiled:
                 return Sampled(name, (*segments, *answer.segments), answer.finish, wasted)

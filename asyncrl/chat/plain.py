@@ -6,7 +6,7 @@ from typing import Any
 from asyncrl.chat.format import ChatFormat
 from asyncrl.chat.messages import Message, Reply, Tools
 from asyncrl.data.tokenizer import Tokenizer
-from asyncrl.errors import ChatError
+from asyncrl.errors import ChatError, ConfigError
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -17,7 +17,9 @@ class PlainFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, messages: Sequence[Message], tools: Tools = (), *, options: Mapping[str, Any] = NOTHING) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], tools: Tools = (), *, options: Mapping[str, Any] = NOTHING
+    ) -> list[int]:
         if tools:
             raise ChatError("the call has tools, and the model has no chat template to show them in: leave them out")
         return [*self._tokenizer.encode(""), *self._ids(messages)]
@@ -58,4 +60,8 @@ class PlainFormat:
 
 def chat_format(tokenizer: Tokenizer, tool_format: str = "") -> ChatFormat | PlainFormat:
     """Of a model: its chat template's, if it has one."""
-    return ChatFormat(tokenizer, tool_format) if tokenizer.has_chat_template else PlainFormat(tokenizer)
+    if tokenizer.has_chat_template:
+        return ChatFormat(tokenizer, tool_format)
+    if tool_format:
+        raise ConfigError(f"agent.tool_format={tool_format}: the model has no chat template; leave it out")
+    return PlainFormat(tokenizer)

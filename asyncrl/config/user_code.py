@@ -70,7 +70,9 @@ class Agent(Called, frozen=True):
     KIND = "agent"
 
     function: str = ""
-    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, access); empty: none."""
+    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, access); empty: none. Its
+    messages are shown in the model's chat template, if it has one. `rollout.max_tokens` bounds all tokens of an episode
+    after its first prompt."""
     command: tuple[str, ...] = ()
     """In place of a function: a program that is started for each episode, such as `[python, my_agent.py]`."""
     timeout_s: AboveZero = 600.0
@@ -103,6 +105,11 @@ def check_agent(run: "Run") -> None:
         )
     if not run.engine.has_model:
         raise ConfigError(f"agent.* needs text, and engine={run.engine.kind} generates none; use engine=native or vllm")
+    if (head := run.drafter.head) is not None and head.from_rollouts:
+        raise ConfigError(
+            f"drafter.training.source={head.training.source} takes hidden states of whole completions, and an "
+            "episode of a harness is many calls: set drafter.training.source=trainer"
+        )
     if run.rollout.router_replay == "on":
         raise ConfigError(
             "rollout.router_replay=on replays the experts of one line of tokens, and an episode of a harness may have "

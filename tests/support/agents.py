@@ -89,7 +89,8 @@ def gives_up(prompt, answer, access):
     with socket.create_connection((host, int(port))) as line:
         path = "/" + access.url.split("/", 3)[3] + "/chat/completions"
         head = f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {access.key}\\r\\n"
-        line.sendall(f"{head}Content-Type: application/json\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n".encode() + body)
+        head += f"Content-Type: application/json\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n"
+        line.sendall(head.encode() + body)
         time.sleep(float(answer))
     return chat(access, [{"role": "user", "content": prompt}], max_tokens=4)
 

@@ -8,7 +8,9 @@ STARTING = {"spawn": "be placed and started", "start": "start", "restore": "load
 TRAINING = {"accumulate": "do a forward and backward", "step": "take a step", "save": "save a checkpoint"}
 WAITED_FOR = ("evaluate", "take", "export_weights", "load_weights")
 """Further calls that hold up the pipeline, the most telling first."""
-BESIDE = frozenset(("generate", "play", "fetch", "admit", "offer", "status", "follow", "collect", "load_drafter", "note"))
+BESIDE = frozenset(
+    ("generate", "play", "fetch", "admit", "offer", "status", "follow", "collect", "load_drafter", "note")
+)
 """Calls that are always in progress, or that nobody waits for."""
 OF_THE_REWARD = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_INVALID)
 
