@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-UserFunction = Literal["reward", "environment", "stage"]
+UserFunction = Literal["reward", "environment", "agent", "stage"]
 Failure = Literal["error", "timeout", "invalid"]
 
 
@@ -39,6 +39,9 @@ class DropReason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_INVALID = "environment_invalid"
+    AGENT_ERROR = "agent_error"
+    AGENT_TIMEOUT = "agent_timeout"
+    AGENT_INVALID = "agent_invalid"
     STAGE_ERROR = "stage_error"
     STAGE_TIMEOUT = "stage_timeout"
     STAGE_INVALID = "stage_invalid"
@@ -116,6 +119,21 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
         "the environment function returned no text and not None, or text that the chat template cannot hold as a turn",
         "fix the function: the first invalid value is on stderr",
     ),
+    DropReason.AGENT_ERROR: Description(
+        "the agent failed",
+        "the harness raised an exception, could not be imported, ended with an error, or its process died",
+        "fix the harness: its first error is on stderr",
+    ),
+    DropReason.AGENT_TIMEOUT: Description(
+        "the agent took too long",
+        "the episode took longer than `agent.timeout_s` and was ended",
+        "make the harness faster, or raise `agent.timeout_s`",
+    ),
+    DropReason.AGENT_INVALID: Description(
+        "the agent gave no result",
+        "the harness returned something that is no result, or sampled nothing",
+        "fix the harness: the first invalid value is on stderr",
+    ),
     DropReason.STAGE_ERROR: Description(
         "a stage failed",
         "a stage raised an exception, could not be imported, or its process died; this drops every sample of the call",
@@ -137,6 +155,14 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
         "nothing, if the stage is right; otherwise change the stage",
     ),
 }
+CALL_CUT_OFF = "call_cut_off"
+"""Of tokens that no sample was dropped for: they are wasted in an episode that goes on."""
+_CUT_OFF = Description(
+    "calls that were cut off",
+    "the harness gave up a call before it was answered, so what had been sampled for it belongs to no turn; the "
+    "episode went on",
+    "look at the timeouts of the harness's client, and at what it cancels",
+)
 _BY_VALUE: Mapping[str, DropReason] = {reason.value: reason for reason in DropReason}
 
 
@@ -156,6 +182,8 @@ def find(recorded: str) -> DropReason | None:
 
 def describe(recorded: str) -> Description:
     """What a recorded reason means, whoever gave it."""
+    if recorded == CALL_CUT_OFF:
+        return _CUT_OFF
     reason = find(recorded)
     if reason is None:
         return Description(recorded.replace("_", " "), "the release that reads it does not know this reason", "")

@@ -26,6 +26,10 @@ class CheckpointError(AsyncRLError, ValueError):
     """A model or training checkpoint cannot be used as asked."""
 
 
+class ChatError(AsyncRLError, ValueError):
+    """Messages of a harness that the model's chat template cannot show; the message says why."""
+
+
 class RouteError(AsyncRLError, ValueError):
     """A sample lacks the routes that are to be replayed, or they are not those of its tokens; the message names it."""
 

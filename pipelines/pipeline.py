@@ -24,7 +24,7 @@ from asyncrl.config.task import (
     ReasoningGymTask,
     TaskSettings,
 )
-from asyncrl.config.user_code import Environment, Stage
+from asyncrl.config.user_code import Agent, Environment, Stage
 from asyncrl.engines.registry import choose_engine
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import keep_here, loaded_file, name_of
@@ -75,6 +75,7 @@ class Pipeline:
         prompts: str | Path | TaskSettings | Function | Iterable[Any],
         reward: Function | str | Reward | None = None,
         environment: Function | str | Environment | None = None,
+        agent: Function | str | Agent | None = None,
         stages: Sequence[Function | str | Stage] = (),
         algorithm: str | Algorithm | Function = "grpo",
         name: str = "",
@@ -98,6 +99,8 @@ class Pipeline:
         }
         if environment is not None:
             raw["environment"] = self._called("environment", environment)
+        if agent is not None:
+            raw["agent"] = self._called("agent", agent)
         self.config: Run = load(raw)
         """Every setting, checked."""
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.config.user_code import Called, Reward
+from asyncrl.config.user_code import Agent, Called, Reward
 from asyncrl.drop_reasons import DropReason, Failure
 from asyncrl.errors import ConfigError
 from asyncrl.observe.diagnosis.snapshot import Judging
@@ -31,6 +31,8 @@ from asyncrl.user_code.worker import HEADER, kind_of
 # A worker process, seen from its parent.
 
 END_S = 10.0
+LEAVE_S = 2.0
+"""For a worker to end itself, which it does at once unless it hangs."""
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Nothing else of our environment reaches the user's code: it often holds tokens and keys."""
 
@@ -70,13 +72,13 @@ class Child:
         payloads = [msgspec.msgpack.encode(sample) for sample in inputs]
         self._stdin.write(b"".join(HEADER.pack(len(payload)) + payload for payload in payloads))
 
-    async def receive(self, limit_s: float) -> Any:
+    async def receive(self, limit_s: float | None) -> Any:
         # The second look is for an event loop that was itself held up past the deadline: what has arrived counts.
         with suppress(TimeoutError):
             return await self._receive(limit_s)
         return await self._receive(0.0)
 
-    async def _receive(self, limit_s: float) -> Any:
+    async def _receive(self, limit_s: float | None) -> Any:
         async with asyncio.timeout(limit_s):
             while (payload := self._frames.take()) is None:
                 received = await self._stdout.read(1 << 16)
@@ -91,6 +93,14 @@ class Child:
                 code = await self._process.wait()
                 return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return "it closed its output"
+
+    async def leave(self) -> None:
+        """Let it end itself with all that it has started, in whatever groups; kill it if it does not."""
+        self._stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._process.wait()
+        await self.kill()
 
     async def kill(self) -> None:
         """End the whole group: the function may have started processes of its own."""
@@ -134,6 +144,14 @@ def command(settings: Called) -> tuple[list[str], dict[str, str]]:
     environment["PYTHONUNBUFFERED"] = "1"  # what it prints is seen even if it is killed
     if isinstance(settings, Reward) and settings.allow_unsafe_exec:
         environment[ALLOW_UNSAFE_EXEC] = "1"
+    if isinstance(settings, Agent):
+        return [
+            sys.executable,
+            "-m",
+            "asyncrl.user_code.harness_worker",
+            settings.function,
+            *settings.command,
+        ], environment
     return [sys.executable, "-m", "asyncrl.user_code.worker", settings.KIND, settings.function], environment
 
 
@@ -323,10 +341,17 @@ class _Worker:
         await self._end()
 
 
-CALLED_AS = {"reward": "prompt, completion, answer", "environment": "prompt, turns, answer", "stage": "samples"}
+CALLED_AS = {
+    "reward": "prompt, completion, answer",
+    "environment": "prompt, turns, answer",
+    "agent": "prompt, answer, access",
+    "stage": "samples",
+}
 
 
 def _unusable(settings: Called, why: str) -> ConfigError:
+    if isinstance(settings, Agent) and settings.command:
+        return ConfigError(f"agent.command={list(settings.command)} cannot be used: {why}")
     field = "stages" if settings.KIND == "stage" else f"{settings.KIND}.function"
     return ConfigError(
         f"{field}={settings.function} cannot be used: {why}; give `package.module:function` or "

@@ -12,7 +12,7 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -47,22 +47,23 @@ def kind_of(name: str) -> Kind:
             from asyncrl.user_code.stages import Sample, Verdict, pass_through
 
             return Kind(list[Sample], list[Verdict], pass_through)
+        case "agent":
+            from asyncrl.user_code.agents import Ended, Task, play
+
+            return Kind(Task | str, Ended | str, play)  # a text names an episode
         case _:
             return Kind(RewardInput, float | Score, judge)
 
 
 def main(name: UserFunction, location: str) -> None:
-    requests, answers = _private_pipes()
-    threading.Thread(target=_die_with_parent, args=(requests.fileno(),), daemon=True).start()
+    requests, answers = connect()
     kind = kind_of(name)
     function = attempt(name, find_function, location)  # importing runs the user's code
-    _answer(answers, function if isinstance(function, RewardFailure) else None)
+    answer(answers, function if isinstance(function, RewardFailure) else None)
     if isinstance(function, RewardFailure):
         return
-    decoder = msgspec.msgpack.Decoder(kind.input)
-    while header := requests.read(HEADER.size):
-        (length,) = HEADER.unpack(header)
-        _answer(answers, kind.call(function, decoder.decode(requests.read(length))))
+    for given in frames(requests, kind.input):
+        answer(answers, kind.call(function, given))
 
 
 def judge(function: Function, sample: RewardInput) -> RewardResult:
@@ -81,6 +82,20 @@ def _judge(function: Function, sample: RewardInput) -> object:
     return function(sample.prompt, sample.completion, sample.answer)
 
 
+def connect(before_death: Callable[[], None] = lambda: None) -> tuple[BinaryIO, BinaryIO]:
+    """Requests and answers. From now on the worker dies with its parent, after a call of `before_death`."""
+    requests, answers = _private_pipes()
+    threading.Thread(target=_die_with_parent, args=(requests.fileno(), before_death), daemon=True).start()
+    return requests, answers
+
+
+def frames(requests: BinaryIO, kind: Any) -> Iterator[Any]:
+    """What the parent sends, until it closes the pipe."""
+    decoder = msgspec.msgpack.Decoder(kind)
+    while header := requests.read(HEADER.size):
+        yield decoder.decode(requests.read(HEADER.unpack(header)[0]))
+
+
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     # Requests stay open to the end: if the watcher first looks when `main` is done, closed ones would be a hang-up.
     requests = os.fdopen(os.dup(0), "rb", closefd=False)
@@ -92,7 +107,7 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def _answer(answers: BinaryIO, result: object) -> None:
+def answer(answers: BinaryIO, result: object) -> None:
     payload = msgspec.msgpack.encode(result)
     try:
         answers.write(HEADER.pack(len(payload)) + payload)
@@ -100,11 +115,12 @@ def _answer(answers: BinaryIO, result: object) -> None:
         os._exit(0)
 
 
-def _die_with_parent(requests: int) -> None:
+def _die_with_parent(requests: int, before_death: Callable[[], None]) -> None:
     """Wait until the other end of stdin is closed, also while the function runs or hangs."""
     poll = select.poll()
     poll.register(requests, 0)  # no event but the hang-up
     poll.poll()
+    before_death()
     with suppress(ProcessLookupError):  # it leads no group: the one that it is in is somebody else's
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,10 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.buffer.log import MAX_PAYLOAD
+from asyncrl.chat import chat_format
 from asyncrl.config import Run, check
 from asyncrl.config import trackers as tracking
 from asyncrl.config.precision import model_problems
 from asyncrl.config.user_code import Called, stages
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
@@ -51,6 +53,7 @@ def problems(run: Run, offer: Offer | None = None) -> list[str]:
         *_weights(run),
         *_ranks(run, offer),
         *_functions(run),
+        *_agent(run),
         *tracking.problems(run.trackers, run.cluster),
         *_model(run),
         *(_placement(run, offer) if offer is not None else ()),
@@ -107,7 +110,8 @@ def _ranks(run: Run, offer: Offer | None) -> Iterator[str]:
 def _functions(run: Run) -> Iterator[str]:
     """Functions of the user's that cannot be loaded."""
     environment = [run.environment] if run.environment.on else []
-    called: list[Called] = [run.reward, *environment, *stages(run.stages)]
+    agent = [run.agent] if run.agent.on else []
+    called: list[Called] = [run.reward, *environment, *agent, *stages(run.stages)]
     names = [settings.function for settings in called]
     checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
     for field, name in (*run.algorithm.functions, *run.correction.functions):  # those that the trainer calls
@@ -123,6 +127,21 @@ def _functions(run: Run) -> Iterator[str]:
             find()
         except ConfigError as error:
             yield str(error)
+
+
+def _agent(run: Run) -> Iterator[str]:
+    """What the gateway needs."""
+    if not run.agent.on:
+        return
+    if missing_modules := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        yield f"agent.* needs {' and '.join(missing_modules)}: pip install 'asyncrl[agents]'"
+    if (directory := run.model.directory) is not None and (directory / "tokenizer.json").is_file():
+        try:
+            chat_format(load_tokenizer(directory), run.agent.tool_format)
+        except (CheckpointError, ConfigError) as error:
+            yield str(error)
+    elif run.agent.tool_format:
+        yield f"agent.tool_format={run.agent.tool_format}: the model has no chat template that could show tools"
 
 
 def _model(run: Run) -> Iterator[str]:

@@ -16,6 +16,7 @@ from actors.trainer.actor import Accumulated
 from asyncrl.buffer.retention import Pruning
 from asyncrl.config import Run
 from asyncrl.config.trackers import TrackerName
+from asyncrl.data.episodes import agent_figures
 from asyncrl.data.reward_parts import reward_parts
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.gain import Notice, net_gain
@@ -287,6 +288,7 @@ def _trained(done: Sequence[Accumulated]) -> Row:
         "staleness_max": max(staleness),
         "length_mean": sum(lengths) / len(lengths),
         "length_max": max(lengths),
+        **agent_figures(part.played for part in done),
         "incomplete_groups": sum(part.incomplete_groups for part in done),
         "train_seconds": sum(part.seconds for part in done),
         "first_work": min(part.started for part in done),
