@@ -107,3 +107,10 @@ class ClusterError(AsyncRLError, ConnectionError):
     """A cluster could not be brought up, reached or taken down; the message says at which stage."""
 
     exit_code = 9
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Task groups wrap errors; a message, and who decides by the kind of error, need the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

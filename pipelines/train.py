@@ -25,6 +25,7 @@ from asyncrl.errors import (
     MissingDependencyError,
     RayError,
     StoppedError,
+    first_cause,
 )
 from asyncrl.fleet.placement import CPU, HERE, Offer
 from asyncrl.observe.environment import environment
@@ -170,7 +171,7 @@ def _run(
                         attempt = attempt.next()
                     stopping.over()
         except BaseException as error:
-            cause = _first_cause(error)
+            cause = first_cause(error)
             if stopping.explains(cause):
                 cause = StoppedError(_how_to_go_on(directory, stopping.reason))
             status = "interrupted" if isinstance(cause, (KeyboardInterrupt, StoppedError)) else "failed"
@@ -228,7 +229,7 @@ class _Attempt:
         try:
             return run_loop(watchdog.guard(self._stopping.during(training)))
         except (ActorError, Fp8Error, ExceptionGroup) as error:
-            cause = _first_cause(error)
+            cause = first_cause(error)
             if isinstance(cause, Fp8Error):
                 return self._leave_fp8(str(cause))
             if not isinstance(cause, ActorError) or self._number >= run.recovery.max_restarts or self._stopping.reason:
@@ -266,13 +267,6 @@ class EndlessTask:
                 f"steps={steps} of {groups} groups take {steps * groups} at least; let it begin again from the first, "
                 "or lower steps"
             ) from None
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Task groups wrap errors; the message should name the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _model(run: Run, directory: RunDirectory, progress: Progress) -> Path:

@@ -31,7 +31,7 @@ from asyncrl.drop_reasons import DropReason
 from asyncrl.engines.base import Engine
 from asyncrl.engines.cooperative import turns
 from asyncrl.engines.registry import build_engine
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import EngineError, WeightSyncError, first_cause
 from asyncrl.fleet.concurrency import gather_seconds
 from asyncrl.observe.diagnosis.activity import RolloutActivity
 from asyncrl.observe.diagnosis.snapshot import Situation
@@ -132,9 +132,16 @@ class RolloutActor:
 
         `begun` is what another engine had sampled of some of them before it died or left; they go on from there.
         """
-        if self._episodes is not None:
-            return await self._play(work, self._episodes)
-        known, unfinished = begun or {}, dict[Slot, tuple[Segment, ...]]()
+        try:
+            if self._episodes is not None:
+                await self._play(work, self._episodes)
+            else:
+                await self._complete(work, begun or {})
+        except ExceptionGroup as group:
+            raise first_cause(group) from None  # an EngineError has others continue its samples
+
+    async def _complete(self, work: list[tuple[Ticket, Prompt]], known: Mapping[Slot, tuple[Segment, ...]]) -> None:
+        unfinished = dict[Slot, tuple[Segment, ...]]()
         async with asyncio.TaskGroup() as tasks:
             for some in batches(work):
                 for tokenized in await tokenize(some, self._tokenizer, self._run.rollout):
