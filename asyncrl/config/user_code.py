@@ -17,16 +17,28 @@ class Called(Settings, frozen=True):
 
     KIND: ClassVar[Literal["reward", "environment", "stage"]]
 
+    ARGUMENTS: ClassVar[str]
+    """What it is called with, as in a signature."""
+    RETURNS: ClassVar[str]
+    """What it has to return, for whoever reads that it did not."""
+
     function: str
     timeout_s: AboveZero = 30.0
     """For one call; what takes longer is killed, and its sample dropped and counted."""
     workers: Positive = 1
+
+    @property
+    def field(self) -> str:
+        """The setting that names the function."""
+        return f"{self.KIND}.function"
 
 
 class Reward(Called, frozen=True):
     """The judge: a plain function."""
 
     KIND = "reward"
+    ARGUMENTS = "prompt: str, completion: str, answer: str"
+    RETURNS = "a finite number, or a dict of numbers under names such as format"
 
     function: str = "asyncrl.tasks.chains:reward"
     """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer)."""
@@ -39,6 +51,8 @@ class Environment(Called, frozen=True):
     """Tools, games, users: whatever replies to the model, turn by turn. Its text is never trained on."""
 
     KIND = "environment"
+    ARGUMENTS = "prompt: str, turns: list[str], answer: str"
+    RETURNS = "the text to give to the model, or None where the conversation ends"
 
     function: str = ""
     """`package.module:function` or `path/to/file.py:function`, called as f(prompt, turns, answer); empty: none."""
@@ -68,9 +82,15 @@ class Stage(Called, frozen=True):
     """A filter or a judge."""
 
     KIND = "stage"
+    ARGUMENTS = "samples: list[Sample]"
+    RETURNS = "a list with one Sample or Drop(reason) for each sample, in the same order"
 
     function: str
     """`package.module:function` or `path/to/file.py:function`, called as f(samples: list[Sample])."""
+
+    @property
+    def field(self) -> str:
+        return "stages"
 
 
 Stages = tuple[Stage | str, ...]

@@ -11,6 +11,7 @@ from asyncrl.config.user_code import Called
 from asyncrl.drop_reasons import DropReason
 from asyncrl.observe.diagnosis.snapshot import Judging
 from asyncrl.system.user_functions import find_function, is_here
+from asyncrl.user_code.failures import CallRecord
 from asyncrl.user_code.pool import Pool
 from asyncrl.user_code.protocol import RewardFailure, RewardStats
 from asyncrl.user_code.worker import kind_of
@@ -19,7 +20,7 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
-def make_pool(settings: Called) -> "Pool[Any, Any] | HerePool[Any, Any]":
+def make_pool(settings: Called) -> "AnyPool":
     return HerePool(settings) if is_here(settings.function) else Pool(settings)
 
 
@@ -28,6 +29,7 @@ class HerePool(Generic[In, Out]):
 
     def __init__(self, settings: Called) -> None:
         self._settings = settings
+        self.record = CallRecord(settings)
         self._one = asyncio.Lock()
         self.queued = 0
         self.stats = RewardStats()
@@ -43,7 +45,10 @@ class HerePool(Generic[In, Out]):
             finally:
                 self.queued -= 1
             begun = time.monotonic()
-            results = [await self._call(each) for each in inputs]
+            results: list[Any] = []
+            for each in inputs:
+                results.append(await self._call(each))
+                self.record.add(each, results[-1])
             self.stats.add(len(inputs), came, begun, time.monotonic())
             return results
 
@@ -70,3 +75,6 @@ class HerePool(Generic[In, Out]):
             return RewardFailure(DropReason.of_function(kind, "timeout"), message)
 
     async def close(self) -> None: ...
+
+
+AnyPool = Pool[Any, Any] | HerePool[Any, Any]

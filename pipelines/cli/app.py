@@ -79,6 +79,7 @@ def _plan(options: argparse.Namespace) -> int:
     from pipelines.compose import compose, to_yaml
     from pipelines.plan.plan import preflight
     from pipelines.plan.render import show
+    from pipelines.plan.trial import reward_trial
 
     run = compose(options.overrides)
     if options.config:
@@ -94,7 +95,9 @@ def _plan(options: argparse.Namespace) -> int:
         pace = simulate.pace(run, profile=options.profile, from_run=options.from_run)
     show(run, console, offer, pace)
     preflight(run, offer)
-    console.print(f"nothing stands in its way: asyncrl run {' '.join(options.overrides)}")
+    for line in reward_trial(run):
+        console.print(line, soft_wrap=True)
+    console.print(f"nothing stands in its way: asyncrl run {' '.join(options.overrides)}", soft_wrap=True)
     return 0
 
 

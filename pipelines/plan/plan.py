@@ -15,7 +15,7 @@ from asyncrl.config import trackers as tracking
 from asyncrl.config.precision import model_problems
 from asyncrl.config.user_code import Called, stages
 from asyncrl.engines import registry as engines
-from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError, UserCodeError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.routes import replayed_shape
@@ -136,7 +136,7 @@ def _model(run: Run) -> Iterator[str]:
     try:
         model = model_config(run)
         prompt = longest_prompt(run)
-    except (ConfigError, MissingDependencyError) as error:
+    except (ConfigError, MissingDependencyError, UserCodeError) as error:
         yield str(error)
         return
     except CheckpointError as error:

@@ -90,7 +90,7 @@ TONES = {"ok": "good", "running": "warn", "interrupted": "warn", "failed": "bad"
 STATES = {"ok": "finished", "running": "still going on"}
 TOLD = (
     *("alarm", "step_skipped", "engine_lost", "restart", "pool_resized", "drafting", "drafter_lost", "stall"),
-    *("checkpoint_damaged", "pruned"),
+    *("checkpoint_damaged", "pruned", "function_failed"),
 )
 """Events that are listed in words."""
 LOG = 500
