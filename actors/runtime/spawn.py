@@ -19,7 +19,7 @@ from actors.runtime import auth
 from actors.runtime.attach import attached
 from actors.runtime.resources import Resources, options, release, reserve
 from asyncrl.errors import ActorError, AsyncRLError, RayError
-from asyncrl.system import install_guard, minimum_versions
+from asyncrl.system import install_guard, minimum_versions, quiet
 from asyncrl.system.run_directory import OWNER_ONLY
 
 P = ParamSpec("P")
@@ -161,6 +161,7 @@ def handle_of(actor: object) -> Any:
 def _prepare_process(_: object) -> None:
     """Set up an actor's process as the driver's. Ray puts the driver's directory on the worker's path, where a
     foreign `actors/` folder would win; and the worker may be on another machine."""
+    quiet.quieten()
     install_guard.check()
     minimum_versions.check()
     os.umask(OWNER_ONLY)

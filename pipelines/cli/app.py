@@ -1,12 +1,13 @@
 """The command line. Heavy imports wait until a command needs them, so that help and errors come at once."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.system import install_guard, minimum_versions
+from asyncrl.system import install_guard, minimum_versions, quiet
 from asyncrl.system.run_directory import owner_only
 from pipelines.cli.parser import parse
 
@@ -14,6 +15,10 @@ from pipelines.cli.parser import parse
 def main(arguments: Sequence[str] | None = None) -> int:
     """With `arguments` all of it happens in this process; the command line itself has a supervisor."""
     options = parse(arguments)
+    if arguments is None:  # else the process and its warnings are somebody else's
+        if options.verbose:
+            os.environ[quiet.VERBOSE] = "1"
+        quiet.quieten()
     if arguments is None and options.command in ("run", "resume"):
         from pipelines.supervision.supervisor import supervise
 
