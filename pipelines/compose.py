@@ -49,8 +49,8 @@ def compose(overrides: Sequence[str]) -> Run:
 
 @contextmanager
 def _without_hydras_own_warnings() -> Generator[None, None, None]:
-    """Of omegaconf's parts that Hydra uses, and of Hydra's that we use: each release has others, and nothing but the two
-    is called inside."""
+    """Of omegaconf's parts that Hydra uses, and of Hydra's that we use: each release has others. Nothing else is called
+    inside."""
     with warnings.catch_warnings():
         if not quiet.verbose():
             warnings.simplefilter("ignore")

@@ -233,8 +233,11 @@ class _Proxy:
         try:
             return await remote.remote(*args, **kwargs)
         except exceptions.RayTaskError as error:
-            if isinstance(error.cause, AsyncRLError):
-                raise error.cause from None  # our own errors say it all; others keep the remote traceback
+            cause: BaseException | None = error.cause
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            if isinstance(cause, AsyncRLError):
+                raise cause from None  # our own errors say it all; others keep the remote traceback
             raise
         except exceptions.RayActorError as error:
             died = self._dead(f"during {method}: {error}")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.system import install_guard, minimum_versions, quiet
 from asyncrl.system.run_directory import owner_only
 from pipelines.cli.parser import parse
@@ -47,6 +47,8 @@ def _execute(options: argparse.Namespace) -> int:
     match options.command:
         case "run":
             return _run(options.overrides)
+        case "init":
+            return _init(options.directory)
         case "plan":
             return _plan(options)
         case "replay":
@@ -69,7 +71,25 @@ def _execute(options: argparse.Namespace) -> int:
             return _resume(options.run, options.overrides)
 
 
+WAYS = """\
+nothing to run yet: `asyncrl run` takes settings as key=value. Three ways to begin:
+  asyncrl run experiment=quickstart name=first     the demo: a small model learns sums in minutes, on any CPU
+  asyncrl init my-project                          a small project of your own: prompts, a reward, a model, a script
+  asyncrl run model=checkpoint model.path=MODEL task=jsonl task.path=prompts.jsonl \\
+              reward.function=reward.py:reward name=mine
+`asyncrl run --help` explains settings, and `asyncrl plan` with the same settings says what a run would need"""
+
+
+def _init(directory: Path) -> int:
+    from pipelines.cli.init import init
+
+    init(directory, lambda text: print(text, flush=True))
+    return 0
+
+
 def _run(overrides: Sequence[str]) -> int:
+    if not overrides:
+        raise ConfigError(WAYS)
     from pipelines.compose import compose
 
     run = compose(overrides)

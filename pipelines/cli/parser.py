@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("overrides", nargs="*", metavar="key=value")
         _add_verbose(command)
+    init = commands.add_parser("init", help="write a small project that runs: prompts, a reward, a model, a script")
+    init.add_argument("directory", type=Path, metavar="DIR", help="a new directory")
     plan = commands.choices["plan"]
     plan.add_argument("--config", action="store_true", help="print every setting and nothing else")
     plan.add_argument("--from", dest="from_run", type=Path, metavar="RUN", help="bytes per second, at a run's costs")
