@@ -49,6 +49,11 @@ class Fleet:
         gateway = {"gateway": self.gateway} if self.gateway is not None else {}
         return {"buffer": self.buffer, "reward": self.reward, **gateway}
 
+    @property
+    def callers(self) -> list[RewardActor | GatewayActor]:
+        """Those that call the user's functions."""
+        return [self.reward] if self.gateway is None else [self.reward, self.gateway]
+
     async def close(self) -> tuple[LedgerCounts | None, dict[str, int]]:
         """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not. Returns
         the buffer's last sums.

@@ -92,7 +92,7 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.REWARD_ERROR: Description(
         "the reward function failed",
         "the reward function raised an exception, could not be imported, or its process died",
-        "fix the function: its first error is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows its first error",
     ),
     DropReason.REWARD_TIMEOUT: Description(
         "the reward function took too long",
@@ -102,12 +102,12 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.REWARD_INVALID: Description(
         "the reward was no number",
         "the reward function returned neither a finite number nor valid parts",
-        "fix the function: the first invalid value is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows the first invalid value",
     ),
     DropReason.ENVIRONMENT_ERROR: Description(
         "the environment failed",
         "the environment function raised an exception, could not be imported, or its process died",
-        "fix the function: its first error is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows its first error",
     ),
     DropReason.ENVIRONMENT_TIMEOUT: Description(
         "the environment took too long",
@@ -117,12 +117,12 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.ENVIRONMENT_INVALID: Description(
         "the environment gave no text",
         "the environment function returned no text and not None, or text that the chat template cannot hold as a turn",
-        "fix the function: the first invalid value is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows the first invalid value",
     ),
     DropReason.AGENT_ERROR: Description(
         "the agent failed",
         "the harness raised an exception, could not be imported, ended with an error, or its process died",
-        "fix the harness: its first error is on stderr",
+        "fix the harness: `asyncrl query RUN failures` shows its first error",
     ),
     DropReason.AGENT_TIMEOUT: Description(
         "the agent took too long",
@@ -132,12 +132,12 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.AGENT_INVALID: Description(
         "the agent gave no result",
         "the harness returned something that is no result, or sampled nothing",
-        "fix the harness: the first invalid value is on stderr",
+        "fix the harness: `asyncrl query RUN failures` shows the first invalid value",
     ),
     DropReason.STAGE_ERROR: Description(
         "a stage failed",
         "a stage raised an exception, could not be imported, or its process died; this drops every sample of the call",
-        "fix the stage: its first error is on stderr",
+        "fix the stage: `asyncrl query RUN failures` shows its first error",
     ),
     DropReason.STAGE_TIMEOUT: Description(
         "a stage took too long",
@@ -147,7 +147,7 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.STAGE_INVALID: Description(
         "a stage returned no verdict",
         "a stage did not return one `Sample` or `Drop` for each sample; this drops every sample of the call",
-        "fix the stage: the first invalid value is on stderr",
+        "fix the stage: `asyncrl query RUN failures` shows the first invalid value",
     ),
     DropReason.STAGE: Description(
         "by your stage",

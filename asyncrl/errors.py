@@ -91,6 +91,12 @@ class Fp8Error(DivergenceError):
     """Completions in FP8 are further off than the run allows, which is to start again without FP8."""
 
 
+class UserCodeError(AsyncRLError, RuntimeError):
+    """A function of the user's fails whenever it is called; the message shows the first call and its error."""
+
+    exit_code = 12
+
+
 class StoppedError(AsyncRLError, InterruptedError):
     """The run was asked to end, by a signal, and has; the message says how it goes on."""
 

@@ -114,9 +114,13 @@ class Pipeline:
 
         from pipelines.plan.plan import preflight
         from pipelines.plan.render import show
+        from pipelines.plan.trial import reward_trial
 
-        show(self.config, Console(highlight=False, markup=False))
+        console = Console(highlight=False, markup=False)
+        show(self.config, console)
         preflight(self.config)
+        for line in reward_trial(self.config):
+            console.print(line, soft_wrap=True)
 
     def run(self) -> Result:
         """Train to the end."""

@@ -10,7 +10,6 @@ It outlives engines. When another engine asks for the same slot, it goes on with
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -32,6 +31,7 @@ from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.types import GIVEN, Episode, Finish, Prompt, Sampling, Segment
 from asyncrl.user_code.agents import EpisodeResult, Task
+from asyncrl.user_code.failures import CallRecord, Failures
 from asyncrl.user_code.in_process import make_harness_pool
 from asyncrl.user_code.pool import check_function
 from asyncrl.user_code.protocol import RewardFailure, RewardInput
@@ -101,8 +101,7 @@ class GatewayActor:
             context=run.engine.length_limit or 0,
         )
         self._episodes: dict[str, _Open] = {}
-        self._told: set[str] = set()
-        self._closed = False
+        self._record = CallRecord(run.agent)
         self._activity = Activity()
 
     async def start(self) -> None:
@@ -205,14 +204,15 @@ class GatewayActor:
         if failure is None and not episode.turns:
             message = "it ended without a call of the model: is its client given access.url and access.key?"
             failure = RewardFailure(DropReason.AGENT_INVALID, message)
-        if failure is not None:
-            self._tell(failure)
         turns = record.texts
         completion = turns[-1] if given.text is None and turns else given.text or ""
+        judged = RewardInput(prompt.text, completion, prompt.answer, turns)
+        if failure is None or failure.reason != DropReason.TIMEOUT:
+            self._record.add(judged, failure)
         return Played(
             segments=segments,
             episode=msgspec.structs.replace(episode, wasted_tokens=episode.wasted_tokens + wasted),
-            judged=RewardInput(prompt.text, completion, prompt.answer, turns),
+            judged=judged,
             score=given.reward,
             failure=failure,
             finish="length" if record.out_of_room else "stop",
@@ -220,21 +220,17 @@ class GatewayActor:
             finished=time.time(),
         )
 
-    def _tell(self, failure: RewardFailure) -> None:
-        """Say why at the first episode of each kind that is lost: a run in which all are lost never comes to a step."""
-        if failure.reason not in self._told and not self._closed:
-            self._told.add(failure.reason)
-            name = self._run.agent.function or " ".join(self._run.agent.command)
-            print(f"{name}: {failure.reason}: {failure.message}", file=sys.stderr, flush=True)
-
     # -- state ---------------------------------------------------------------------------------------------------
+
+    async def failures(self) -> Failures:
+        """The first failures of the harness, and whether it fails always."""
+        return Failures(first=self._record.first, always=self._record.always)
 
     def situation(self) -> Situation:
         said = self._activity.situation()
         return msgspec.structs.replace(said, judging=self._pool.judging, queued=self._pool.queued)
 
     async def close(self) -> None:
-        self._closed = True
         tasks = [found.playing for found in self._episodes.values() if found.playing is not None]
         for task in tasks:
             task.cancel()

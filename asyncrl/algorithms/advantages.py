@@ -28,10 +28,12 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmBase, Cispo, CustomAlgorithm, Grpo, Gspo, Overlong, ReinforcePp
 from asyncrl.errors import ConfigError
-from asyncrl.system.user_functions import load_function
+from asyncrl.system.user_functions import calling, load_function
 
 Rewards = npt.NDArray[np.float64]
 EPSILON = 1e-6
+EXPECTED = "f(rewards of a group: numpy array) that returns an advantage for each"
+"""Of advantages of the user's."""
 
 
 def relative_to_group(settings: Grpo | Gspo | Cispo | CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards]:
@@ -98,7 +100,8 @@ def custom(settings: CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Reward
     if not settings.advantages:
         return relative_to_group(settings, rewards)
     own = load_function(settings.advantages, "algorithm.advantages")
-    return [_checked(own(reward_G), reward_G, settings.advantages) for reward_G in rewards]
+    with calling("algorithm.advantages", settings.advantages, EXPECTED):
+        return [_checked(own(reward_G), reward_G, settings.advantages) for reward_G in rewards]
 
 
 def _checked(given: Any, reward_G: Rewards, location: str) -> Rewards:

@@ -17,16 +17,33 @@ class Called(Settings, frozen=True):
 
     KIND: ClassVar[Literal["reward", "environment", "agent", "stage"]]
 
+    ARGUMENTS: ClassVar[str]
+    """What it is called with, as in a signature."""
+    RETURNS: ClassVar[str]
+    """What it has to return, for whoever reads that it did not."""
+
     function: str
     timeout_s: AboveZero = 30.0
     """For one call; what takes longer is killed, and its sample dropped and counted."""
     workers: Positive = 1
+
+    @property
+    def field(self) -> str:
+        """The setting that names the function."""
+        return f"{self.KIND}.function"
+
+    @property
+    def value(self) -> str:
+        """Of that setting."""
+        return self.function
 
 
 class Reward(Called, frozen=True):
     """The judge: a plain function."""
 
     KIND = "reward"
+    ARGUMENTS = "prompt: str, completion: str, answer: str"
+    RETURNS = "a finite number, or a dict of numbers under names such as format"
 
     function: str = "asyncrl.tasks.chains:reward"
     """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer)."""
@@ -39,6 +56,8 @@ class Environment(Called, frozen=True):
     """Tools, games, users: whatever replies to the model, turn by turn. Its text is never trained on."""
 
     KIND = "environment"
+    ARGUMENTS = "prompt: str, turns: list[str], answer: str"
+    RETURNS = "the text to give to the model, or None where the conversation ends"
 
     function: str = ""
     """`package.module:function` or `path/to/file.py:function`, called as f(prompt, turns, answer); empty: none."""
@@ -68,6 +87,8 @@ class Agent(Called, frozen=True):
     """A harness that samples over HTTP, with an OpenAI or Anthropic client, and ends with a result (docs/agents.md)."""
 
     KIND = "agent"
+    ARGUMENTS = "prompt: str, answer: str, access: Access"
+    RETURNS = "the result as a text, None for the model's last turn, a reward, or an Outcome of these"
 
     function: str = ""
     """`package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, access); empty: none. Its
@@ -85,6 +106,14 @@ class Agent(Called, frozen=True):
     Where that leaves reasoning out, each later call is a branch of its own."""
     tool_format: str = ""
     """How the model writes tool calls and reasoning; empty: found from its chat template."""
+
+    @property
+    def field(self) -> str:
+        return "agent.command" if self.command else "agent.function"
+
+    @property
+    def value(self) -> str:
+        return " ".join(self.command) or self.function
 
     @property
     def on(self) -> bool:
@@ -121,9 +150,15 @@ class Stage(Called, frozen=True):
     """A filter or a judge."""
 
     KIND = "stage"
+    ARGUMENTS = "samples: list[Sample]"
+    RETURNS = "a list with one Sample or Drop(reason) for each sample, in the same order"
 
     function: str
     """`package.module:function` or `path/to/file.py:function`, called as f(samples: list[Sample])."""
+
+    @property
+    def field(self) -> str:
+        return "stages"
 
 
 Stages = tuple[Stage | str, ...]

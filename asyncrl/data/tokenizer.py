@@ -184,8 +184,30 @@ class Tokenizer:
     def encode_prompts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[list[int]]:
         """The same for several. Other threads go on meanwhile: `tokenizers` lets go of the lock only for batches."""
         shown = [self._shown(prompt, rollout) for prompt in prompts]  # a template writes special tokens itself
-        found = self._backend.encode_batch_fast(shown, add_special_tokens=not rollout.chat)
+        try:
+            found = self._backend.encode_batch_fast(shown, add_special_tokens=not rollout.chat)
+        except Exception as error:  # `tokenizers` raises nothing narrower for text that the model has no token for
+            raise ConfigError(self._unknown(prompts, shown, error)) from None
         return [each.ids for each in found]
+
+    def _unknown(self, prompts: Sequence[Prompt], shown: Sequence[str], error: Exception) -> str:
+        """Which prompt cannot be written in the model's tokens, and for want of which character."""
+        for prompt, text in zip(prompts, shown, strict=True):
+            if not self._writes(text):
+                lacking = next((letter for letter in dict.fromkeys(text) if not self._writes(letter)), "")
+                why = f"for {lacking!r}" if lacking else f"({error})"
+                return (
+                    f"prompt {prompt.uid}: the model's tokenizer has no token {why}; change {text!r:.100}, or take a "
+                    "model that knows it"
+                )
+        return f"the model's tokenizer refuses a prompt: {error}"
+
+    def _writes(self, text: str) -> bool:
+        try:
+            self._backend.encode(text, add_special_tokens=False)
+        except Exception:
+            return False
+        return True
 
     def _shown(self, prompt: Prompt, rollout: Rollout) -> str:
         if rollout.chat:

@@ -86,8 +86,8 @@ def play(function: Callable[..., Any], task: Task) -> EpisodeResult | RewardFail
         return failure(f"it called sys.exit({end.code!r})")
 
 
-def failure(message: str) -> RewardFailure:
-    return RewardFailure(DropReason.AGENT_ERROR, message)
+def failure(message: str, source: str = "") -> RewardFailure:
+    return RewardFailure(DropReason.AGENT_ERROR, message, source)
 
 
 def read_outcome(value: Any) -> EpisodeResult | RewardFailure:

@@ -61,7 +61,7 @@ class _Episodes:
         try:
             result = read_outcome(await self._function(task.prompt, task.answer, task.access))
         except Exception as error:  # the user's code may raise anything
-            result = failure(describe(error))
+            result = failure(*describe(error))
         except SystemExit as end:
             result = failure(f"it called sys.exit({end.code!r})")
         finally:

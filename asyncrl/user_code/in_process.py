@@ -12,6 +12,7 @@ from asyncrl.drop_reasons import DropReason
 from asyncrl.observe.diagnosis.snapshot import Judging
 from asyncrl.system.user_functions import find_function, is_here
 from asyncrl.user_code.agents import EpisodeResult, Task
+from asyncrl.user_code.failures import CallRecord
 from asyncrl.user_code.harness_pool import HarnessPool
 from asyncrl.user_code.pool import Pool
 from asyncrl.user_code.protocol import RewardFailure, RewardStats
@@ -25,7 +26,7 @@ def make_harness_pool(settings: Agent) -> "HarnessPool | HereHarnesses":
     return HereHarnesses(settings) if is_here(settings.function) else HarnessPool(settings)
 
 
-def make_pool(settings: Called) -> "Pool[Any, Any] | HerePool[Any, Any]":
+def make_pool(settings: Called) -> "AnyPool":
     return HerePool(settings) if is_here(settings.function) else Pool(settings)
 
 
@@ -34,6 +35,7 @@ class HerePool(Generic[In, Out]):
 
     def __init__(self, settings: Called) -> None:
         self._settings = settings
+        self.record = CallRecord(settings)
         self._one = asyncio.Lock()
         self.queued = 0
         self.stats = RewardStats()
@@ -49,7 +51,10 @@ class HerePool(Generic[In, Out]):
             finally:
                 self.queued -= 1
             begun = time.monotonic()
-            results = [await self._call(each) for each in inputs]
+            results: list[Any] = []
+            for each in inputs:
+                results.append(await self._call(each))
+                self.record.add(each, results[-1])
             self.stats.add(len(inputs), came, begun, time.monotonic())
             return results
 
@@ -106,3 +111,6 @@ async def call_here(settings: Called, given: Any) -> Any:
     except TimeoutError:
         message = f"no result within {limit_s:g} s; it goes on in a thread: a function in a file can be killed"
         return RewardFailure(DropReason.of_function(kind, "timeout"), message)
+
+
+AnyPool = Pool[Any, Any] | HerePool[Any, Any]

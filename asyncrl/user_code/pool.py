@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe.diagnosis.snapshot import Judging
 from asyncrl.system import processes
 from asyncrl.system.user_functions import is_here, load_function
+from asyncrl.user_code.failures import CallRecord
 from asyncrl.user_code.protocol import ALLOW_UNSAFE_EXEC, RewardFailure, RewardInput, RewardStats
 from asyncrl.user_code.score import Score
 from asyncrl.user_code.worker import HEADER, kind_of
@@ -166,7 +167,7 @@ SHARE = 64
 def check_function(settings: Called) -> None:
     """Raise ConfigError unless a worker can import the function."""
     if is_here(settings.function):
-        load_function(settings.function, f"{settings.KIND}.function")
+        load_function(settings.function, settings.field)
         return
     try:
         received, code = _imports(settings)
@@ -200,7 +201,8 @@ class Pool(Generic[In, Out]):
     """Calls a function in `settings.workers` child processes."""
 
     def __init__(self, settings: Called) -> None:
-        self._workers = [_Worker(settings) for _ in range(settings.workers)]
+        self.record = CallRecord(settings)
+        self._workers = [_Worker(settings, self.record) for _ in range(settings.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -256,8 +258,8 @@ class RewardPool(Pool[RewardInput, float | Score]):
 class _Worker:
     """One child process at a time, started when there is none."""
 
-    def __init__(self, settings: Called) -> None:
-        self._settings = settings
+    def __init__(self, settings: Called, record: CallRecord) -> None:
+        self._settings, self._record = settings, record
         self._child: Child | None = None
         self._closed = False
         self._owed: tuple[int, float, float] | None = None
@@ -287,14 +289,21 @@ class _Worker:
         """Results up to the first sample that costs us the child."""
         child = await self._ready()
         if isinstance(child, RewardFailure):
+            for given in inputs:
+                self._remember(given, child)
             return [child] * len(inputs)
         child.send(inputs)
         results: list[Any] = []
-        for _ in inputs:
+        for given in inputs:
             results.append(await self._next(child, self._settings.timeout_s))
+            self._remember(given, results[-1])
             if self._child is not child:
                 break
         return results
+
+    def _remember(self, given: object, result: object) -> None:
+        if not self._closed:  # a call that was ended by us has not failed
+            self._record.add(given, result)
 
     async def _ready(self) -> Child | RewardFailure:
         """A child that has imported the function."""
@@ -341,19 +350,10 @@ class _Worker:
         await self._end()
 
 
-CALLED_AS = {
-    "reward": "prompt, completion, answer",
-    "environment": "prompt, turns, answer",
-    "agent": "prompt, answer, access",
-    "stage": "samples",
-}
-
-
 def _unusable(settings: Called, why: str) -> ConfigError:
     if isinstance(settings, Agent) and settings.command:
         return ConfigError(f"agent.command={list(settings.command)} cannot be used: {why}")
-    field = "stages" if settings.KIND == "stage" else f"{settings.KIND}.function"
     return ConfigError(
-        f"{field}={settings.function} cannot be used: {why}; give `package.module:function` or "
-        f"`path/to/file.py:function`, called as f({CALLED_AS[settings.KIND]})"
+        f"{settings.field}={settings.function} cannot be used: {why}; give `package.module:function` or "
+        f"`path/to/file.py:function`, called as f({settings.ARGUMENTS})"
     )

@@ -34,6 +34,8 @@ class Kind(NamedTuple):
     input: Any
     output: Any
     call: Callable[[Function, Any], Any]
+    takes: int = 0
+    """Arguments of a call; 0: it is not checked beforehand that the function takes them."""
 
 
 def kind_of(name: str) -> Kind:
@@ -42,23 +44,23 @@ def kind_of(name: str) -> Kind:
         case "environment":
             from asyncrl.user_code.environments import Conversation, respond
 
-            return Kind(Conversation, str, respond)
+            return Kind(Conversation, str, respond, takes=3)
         case "stage":
             from asyncrl.user_code.stages import Sample, Verdict, pass_through
 
-            return Kind(list[Sample], list[Verdict], pass_through)
+            return Kind(list[Sample], list[Verdict], pass_through, takes=1)
         case "agent":
             from asyncrl.user_code.agents import Ended, Task, play
 
             return Kind(Task | str, Ended | str, play)  # a text names an episode
         case _:
-            return Kind(RewardInput, float | Score, judge)
+            return Kind(RewardInput, float | Score, judge, takes=3)
 
 
 def main(name: UserFunction, location: str) -> None:
     requests, answers = connect()
     kind = kind_of(name)
-    function = attempt(name, find_function, location)  # importing runs the user's code
+    function = attempt(name, _find, location, kind.takes)  # importing runs the user's code
     answer(answers, function if isinstance(function, RewardFailure) else None)
     if isinstance(function, RewardFailure):
         return
@@ -66,13 +68,50 @@ def main(name: UserFunction, location: str) -> None:
         answer(answers, kind.call(function, given))
 
 
+def _find(location: str, takes: int) -> Function:
+    """TypeError if it does not take so many arguments; some functions written in C do not say what they take."""
+    function = find_function(location)
+    with suppress(ValueError):
+        signature = inspect.signature(function)
+        if takes and not _binds(signature, takes) and not _binds(signature, takes, turns=()):
+            name = location.rpartition(":")[2]
+            raise TypeError(f"it is declared as {name}{signature}, and called with {takes} arguments")
+    return function
+
+
+def _binds(signature: inspect.Signature, arguments: int, **named: object) -> bool:
+    try:
+        signature.bind(*range(arguments), **named)
+    except TypeError:
+        return False
+    return True
+
+
 def judge(function: Function, sample: RewardInput) -> RewardResult:
     value = attempt("reward", _judge, function, sample)
     if isinstance(value, RewardFailure):
         return value
     if (score := read_score(value)) is None:
-        return RewardFailure(DropReason.REWARD_INVALID, f"returned {value!r:.200}; {RULE}")
+        shown = " ".join(f"{value!r:.200}".split())
+        return RewardFailure(DropReason.REWARD_INVALID, f"returned {shown}; {RULE}{_hint(value)}")
     return score if score.parts else score.total
+
+
+def _hint(value: object) -> str:
+    """What was probably meant by a value that is no reward."""
+    match value:
+        case None:
+            return "; a function that ends without `return` returns None"
+        case str():
+            return "; this is a text: return float(...) of it"
+        case float():
+            return "; this is what a division by zero or the mean of nothing gives"
+        case _ if hasattr(value, "item") and hasattr(value, "shape"):
+            return f"; this is a {type(value).__name__}: return its number, as value.item() gives it"
+        case list() | tuple():
+            return "; this is a list: the function gets one completion at a time, not a batch, and returns one reward"
+        case _:
+            return ""
 
 
 def _judge(function: Function, sample: RewardInput) -> object:

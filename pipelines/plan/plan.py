@@ -17,7 +17,7 @@ from asyncrl.config.precision import model_problems
 from asyncrl.config.user_code import Called, stages
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines import registry as engines
-from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError, UserCodeError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.routes import replayed_shape
@@ -27,7 +27,7 @@ from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
 from pipelines.plan import backend
 from pipelines.plan.disk import most_checkpoints
-from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size, token_bytes
+from pipelines.plan.estimate import Needs, card, longest, longest_prompt, model_config, needs, size, token_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
@@ -155,27 +155,33 @@ def _model(run: Run) -> Iterator[str]:
     try:
         model = model_config(run)
         prompt = longest_prompt(run)
-    except (ConfigError, MissingDependencyError) as error:
+    except (ConfigError, MissingDependencyError, UserCodeError) as error:
         yield str(error)
         return
     except CheckpointError as error:
         yield f"model: {error}" if run.model.directory is None else f"model.path={run.model.directory}: {error}"
         return
-    longest = prompt + run.rollout.max_tokens
-    if (limit := run.engine.length_limit) is not None and longest > limit:
+    whole = prompt + run.rollout.max_tokens
+    if (limit := run.engine.length_limit) is not None and whole > limit:
         yield (
             f"engine.max_length={limit} is less than the longest prompt with rollout.max_tokens="
-            f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
+            f"{run.rollout.max_tokens}: set engine.max_length={whole}, or lower rollout.max_tokens{_named(run)}"
         )
-    yield from backend.problems(run, model, longest)
+    yield from backend.problems(run, model, whole)
     if model.backend == "native":
-        yield from _own_decoder(run, model, longest)
+        yield from _own_decoder(run, model, whole)
     elif model.experts is not None:
         yield from _experts(run, model.hidden_size)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
         yield from _card(run, required)
+
+
+def _named(run: Run) -> str:
+    """Which prompt is the longest, where somebody wrote them."""
+    tokens, prompt = longest(run)
+    return f", or leave out prompt {prompt.uid}, which has {tokens} tokens" if run.model.directory is not None else ""
 
 
 def _own_decoder(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:

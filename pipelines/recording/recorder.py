@@ -29,6 +29,7 @@ from asyncrl.system.processes import resident_bytes
 from asyncrl.system.run_directory import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
 from asyncrl.types import EngineStats
+from asyncrl.user_code.failures import FunctionFailure
 from pipelines.evaluate import Scores
 from pipelines.recording.metrics import MetricsRows, Row
 from pipelines.recording.progress import Progress
@@ -234,6 +235,18 @@ class Recorder:
         if found.files:
             text = f"{len(found.files)} files of trajectories/ with {found.bytes} bytes, as buffer.keep says"
             self.event("pruned", text=text, files=found.files)
+
+    def function_failed(self, failure: FunctionFailure) -> None:
+        """The first failure of its kind; those after it are counted only."""
+        fields = msgspec.to_builtins(failure)
+        self.event("function_failed", text=f"{failure.function}: {failure.reason}: {failure.message}", **fields)
+        line = f", in the line {failure.source}" if failure.source else ""
+        self._say(
+            escape(
+                f"{failure.function}: {failure.reason}: {failure.message}{line}; the sample is dropped and counted, "
+                f"others as well: asyncrl query {self._directory.path} failures"
+            )
+        )
 
     def fp8_left(self, reason: str) -> None:
         self.event("fp8_left", reason=reason)

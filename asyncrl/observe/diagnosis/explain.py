@@ -9,7 +9,7 @@ TRAINING = {"accumulate": "do a forward and backward", "step": "take a step", "s
 WAITED_FOR = ("evaluate", "take", "export_weights", "load_weights")
 """Further calls that hold up the pipeline, the most telling first."""
 BESIDE = frozenset(
-    ("generate", "play", "fetch", "admit", "offer", "status", "follow", "collect", "load_drafter", "note")
+    ("generate", "play", "fetch", "admit", "offer", "status", "follow", "collect", "load_drafter", "note", "failures")
 )
 """Calls that are always in progress, or that nobody waits for."""
 OF_THE_REWARD = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_INVALID)
@@ -119,7 +119,9 @@ class _Trail:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items(), key=lambda item: -item[1]))
         self._links.append(f"{sum(dropped.values())} samples were dropped since the last progress ({reasons})")
         if cause := main_cause(dropped):
-            self._links.append(f"{cause} means that {describe(cause).meaning}")
+            said = self._said("reward")
+            first = f": {said.failures[cause]}" if said is not None and cause in said.failures else ""
+            self._links.append(f"{cause} means that {describe(cause).meaning}{first}")
         if any(reason in dropped for reason in OF_THE_REWARD):
             self._links.append(f"so look at the reward function {self._picture.reward_function}")
             self._suspects.append("reward")

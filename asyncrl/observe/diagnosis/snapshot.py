@@ -69,6 +69,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     judging: tuple[Judging, ...] = ()
     queued: int = 0
     """Shares of samples that wait for a reward process."""
+    failures: dict[str, str] = {}
+    """Of the reward actor: what the user's functions failed with first, by reason."""
 
 
 class ActorView(msgspec.Struct, frozen=True, kw_only=True):

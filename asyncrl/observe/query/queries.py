@@ -123,6 +123,16 @@ READY = {
         WHERE fate = 'dropped' GROUP BY drop_reason ORDER BY groups DESC, reason
         """,
     ),
+    "failures": Ready(
+        "the first failure of each of your functions in each way: the error, its line, and what the call got",
+        """
+        SELECT to_timestamp(time) AS at, fields->>'$.function' AS function, fields->>'$.reason' AS reason,
+            fields->>'$.message' AS message, nullif(fields->>'$.source', '') AS line,
+            fields->>'$.arguments.prompt' AS prompt, fields->>'$.arguments.completion' AS completion,
+            fields->>'$.arguments.turns' AS turns, fields->>'$.arguments.answer' AS answer
+        FROM events WHERE kind = 'function_failed' ORDER BY time
+        """,
+    ),
     "time_per_engine": Ready(
         "completions of each engine, how long they took, and its tokens per second between its first and last one",
         """
