@@ -2,10 +2,10 @@
 
     python -m benchmarks.gateway [--episodes 20] [--turns 20]
 
-Each call continues a conversation with a tool in Qwen3's format: a message of 200 characters, a reply of 100 tokens. One
-line for each way to call: the episode's own method without HTTP, a bare HTTP client, OpenAI's client. The server is a
-process of its own, as in a run. `CPU` is what that process spends on a call; it hardly depends on who else is busy, and
-`wall` does. The aim is 3 ms a call.
+Each call continues a conversation with a tool in Qwen3's format: a message of 200 characters, a reply of 100 tokens.
+One line for each way to call: the episode's own method without HTTP, a bare HTTP client, OpenAI's client. The server is
+a process of its own, as in a run. `CPU` is what that process spends on a call; it hardly depends on who else is busy,
+and `wall` does. The aim is 3 ms a call.
 """
 
 import argparse

@@ -2,11 +2,13 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.chat import Message
@@ -263,32 +265,39 @@ def test_rewards_of_turns() -> None:
         harness.record.trajectory([1.0, 2.0])
 
 
-TEXTS = st.text("ab<c", max_size=6)
-REPLIES = st.builds(
-    lambda reasoning, content, calls: (
-        (f"<think>{reasoning}</think>" if reasoning else "")
-        + content
-        + "".join(f"<call>f {json.dumps(c)}</call>" for c in calls)
-    ),
-    st.text("abc", max_size=4),
-    TEXTS,
-    st.lists(st.dictionaries(st.sampled_from("xy"), st.integers(0, 2) | st.floats(0, 2, width=16)), max_size=2),
-)
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("begin"), st.integers(0, 5), st.integers(1, 3), st.sampled_from([TOOLS, TOOLS, TOOLS, ()])),
-        st.tuples(
-            st.just("end"), st.integers(0, 5), REPLIES, st.sampled_from(["stop", "stop", "stop", "length", "abort"])
-        ),
-        st.tuples(st.just("drop"), st.integers(0, 5)),
-        st.tuples(st.just("edit"), st.integers(0, 5), st.integers(0, 8), TEXTS),
-        st.tuples(st.just("rewind"), st.integers(0, 5), st.integers(1, 8)),
-        st.tuples(st.just("open"), st.sampled_from(["", "x", "ab"]), TEXTS),
-        st.tuples(st.just("say"), st.integers(0, 5), st.sampled_from(["user", "tool", "system"]), TEXTS),
-    ),
-    max_size=40,
-)
-STYLES = st.sampled_from(["whole", "no reasoning", "null", "parts", "json"])
+STYLES = ["whole", "no reasoning", "null", "parts", "json"]
+
+
+def steps_of(random: Random) -> Iterator[tuple[Any, ...]]:
+    """What a harness and an engine may do: mostly go on, sometimes edit, branch, run in parallel, or break off."""
+
+    def text(letters: str, most: int) -> str:
+        return "".join(random.choices(letters, k=random.randint(0, most)))
+
+    def reply() -> str:
+        thought, said = text("abc", 4), text("ab<c", 6)
+        calls = [{"x": random.choice([0, 1, 1.5, 2.0])} for _ in range(random.choice([0, 0, 0, 1, 2]))]
+        shown = "".join(f"<call>f {json.dumps(call)}</call>" for call in calls)
+        return (f"<think>{thought}</think>" if thought else "") + said + shown
+
+    for _ in range(random.randint(5, 60)):
+        kind = random.choices(["begin", "end", "say", "edit", "rewind", "open", "drop"], [10, 10, 8, 1, 1, 1, 1])[0]
+        which = random.choice([0, 0, 0, random.randrange(6)])
+        match kind:
+            case "begin":
+                yield kind, which, random.choice([1, 1, 1, 1, 2, 3]), random.choice([TOOLS] * 15 + [()])
+            case "end":
+                yield kind, which, reply(), random.choice(["stop"] * 8 + ["length", "abort"])
+            case "say":
+                yield kind, which, random.choice(["user", "user", "tool", "system"]), text("ab<c", 6)
+            case "edit":
+                yield kind, which, random.randrange(8), text("ab<c", 6)
+            case "rewind":
+                yield kind, which, random.randint(1, 8)
+            case "open":
+                yield kind, random.choice(["", "x", "ab"]), text("ab<c", 6)
+            case _:
+                yield kind, which
 
 
 def sent_back(reply: Message, style: str) -> Message:
@@ -313,32 +322,20 @@ def sent_back(reply: Message, style: str) -> Message:
     return reply
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    steps=STEPS,
-    style=STYLES,
-    history=st.sampled_from(["keep", "template"]),
-    strips=st.booleans(),
-    continues=st.booleans(),
-    room=st.sampled_from([40, 200, 5000]),
-    stop=st.sampled_from([(), ("<",), ("bc", "cc")]),
-)
-def test_the_tree_is_what_the_engine_was_given_and_sampled(
-    steps: list[tuple[Any, ...]],
-    style: str,
-    history: Any,
-    strips: bool,
-    continues: bool,
-    room: int,
-    stop: tuple[str, ...],
-) -> None:
+@settings(max_examples=1000, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_the_tree_is_what_the_engine_was_given_and_sampled(seed: int) -> None:
     """Against a plain list of all calls."""
-    record = EpisodeRecord(CharacterChat(strips=strips, continues=continues), max_tokens=room, history=history)
+    random = Random(seed)
+    chat = CharacterChat(strips=random.random() < 0.5, continues=random.random() < 0.8)
+    history, room = random.choice(["keep", "keep", "template"]), random.choice([100, 500, 10_000, 10_000])
+    style, stop = random.choice(STYLES), random.choice([(), (), ("<",), ("bc", "cc")])
+    record = EpisodeRecord(chat, max_tokens=room, history=history)  # type: ignore[arg-type]
     conversations: list[list[Message]] = [[user("go")]]
     running: list[tuple[OpenCall, int, list[Message]]] = []
     expected: list[tuple[list[int], list[int], list[float], list[int]]] = []
     spent = 0
-    for number, (kind, *what) in enumerate([*steps, *[("end", 0, "last", "stop")] * 3]):
+    for number, (kind, *what) in enumerate([*steps_of(random), *[("end", 0, "last", "stop")] * 3]):
         if kind == "begin":
             talk = what[0] % len(conversations)
             try:

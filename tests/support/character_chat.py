@@ -1,5 +1,5 @@
-"""A chat format whose every rule can be seen: a token per character, ChatML around messages, and a tokenizer that is not
-the only one: "ab" is one token where text is encoded, and two where a model samples it so."""
+"""A chat format whose every rule can be seen: a token per character, ChatML around messages, and more than one
+tokenization: "ab" is one token where text is encoded, and two where a model samples it so."""
 
 import json
 import re
