@@ -52,7 +52,8 @@ def changes_of_history(render: Render, tools: Tools, *, reasoning: bool) -> str:
     if moved := _changes(render, tools, calls=False)("earlier messages"):
         return _sentence("moves the list of tools", moved)
     if changed := without_reasoning("earlier messages", "reply"):
-        return _sentence("shows earlier tool calls and their results in another way", changed)
+        what = "tool calls and their results" if tools else "turns"
+        return _sentence(f"shows earlier {what} in another way", changed)
     return ""
 
 

@@ -60,6 +60,7 @@ class ChatFormat:
         self.tool_format = tool_format or _find_tool_format(template, ends)
         """Its name in TOOL_FORMATS."""
         self._shows_tools = bool(tool_format) or self.tool_format != "plain"
+        self._shows_parallel_calls = _shows_parallel_calls(template)
         self._format = TOOL_FORMATS[self.tool_format]
         self._end = re.compile("|".join(map(re.escape, sorted({*ends, *self._format.ends}))))
         self._end_ids = {id for end in {*ends, *self._format.ends} if len(ids := self._ids(end)) == 1 for id in ids}
@@ -141,6 +142,8 @@ class ChatFormat:
                 "the call has tools, and the model's chat template writes no tool calls in a form that is known; "
                 f"leave the tools out, or set agent.tool_format to one of {', '.join(TOOL_FORMATS)}"
             )
+        if not self._shows_parallel_calls:
+            messages = [each for message in messages for each in _with_one_call(message)]
         return _render(self._template, messages, tools, options, open_turn=open_turn, id_length=self._format.id_length)
 
     def _ids(self, text: str) -> list[int]:
@@ -223,6 +226,22 @@ def _find_tool_format(template: ChatTemplate, ends: Iterable[str]) -> str:
         if [(call.name, json.loads(call.arguments)) for call in calls] == [(PROBE_CALL.name, {"key": "value"})]:
             return name
     return "plain"
+
+
+def _shows_parallel_calls(template: ChatTemplate) -> bool:
+    """Whether several calls in one message are shown. Llama's template refuses them, gpt-oss's shows the first."""
+    other = ToolCall("probe0001", PROBE_CALL.name, '{"key": "other"}')
+    try:
+        return "other" in _render(template, [QUESTION, Reply("", "", (PROBE_CALL, other)).message()], [PROBE_TOOL])
+    except ChatError:
+        return False
+
+
+def _with_one_call(message: Message) -> Iterator[Message]:
+    """A message for each call: a model may write more calls than its template shows in one."""
+    first, *others = message.get("tool_calls") or (None,)
+    yield message if not others else {**message, "tool_calls": [first]}
+    yield from ({"role": "assistant", "content": "", "tool_calls": [call]} for call in others)
 
 
 def _stand_in(reply: Message, mark: str) -> Message:

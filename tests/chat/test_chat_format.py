@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from asyncrl.chat import ChatFormat, Message, Reply, ToolCall
+from asyncrl.chat.messages import short_id
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.errors import ChatError, CheckpointError, ConfigError
 from tests.support.chat_families import FAMILIES, Family
@@ -327,6 +328,37 @@ def test_the_end_that_was_sampled_stands_for_the_templates(model: Callable[[str]
         tokenizer.decode(ids, special_tokens=True)
         == f"<|start|>user<|message|>{USER['content']}<|end|><|start|>assistant"
     )
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.calls == 1])
+def test_more_calls_than_a_template_shows_in_one_message(name: str, model: Callable[[str], Model]) -> None:
+    """A model of Llama's may write several calls; the conversation goes on as if it had made them in turn."""
+    chat = model(name).format
+    results = [result(WEATHER, "a blue sky"), result(SEARCH, "found")]
+    together = [USER, Reply("", "", (WEATHER, SEARCH)).message(), *results]
+    in_turn = [USER, Reply("", "", (WEATHER,)).message(), Reply("", "", (SEARCH,)).message(), *results]
+    assert (
+        chat.encode(together, TOOLS)
+        == chat.encode(in_turn, TOOLS)
+        == model(name).rendered(in_turn, add_generation_prompt=True)
+    )
+    following = chat.continuation(together, TOOLS, 2, model(name).tokenizer.eos_ids[0])
+    assert following is not None
+    assert following == chat.encode(together, TOOLS)[-len(following) :]
+    text = model(name).tokenizer.decode(following, special_tokens=True)
+    assert "a blue sky" in text
+    assert "Linz" not in text
+
+
+def test_text_that_looks_like_a_stand_in_is_text(model: Callable[[str], Model]) -> None:
+    """Hypothesis once drew the very text that stood for a reply."""
+    chat, tokenizer = model("ministral").format, model("ministral").tokenizer
+    rest: Message = {"role": "user", "content": short_id(json.dumps([]), 32)}
+    for _ in range(3):
+        ids = chat.continuation([USER, Reply("Blue.").message(), rest], TOOLS, 2, tokenizer.eos_ids[0])
+        assert ids is not None
+        assert tokenizer.decode(ids, special_tokens=True) == f"[INST]{rest['content']}[/INST]"
+        rest = {"role": "user", "content": short_id(json.dumps([rest]), 32)}
 
 
 def test_a_template_without_an_end_of_calls_cannot_be_continued(tmp_path: Path) -> None:
