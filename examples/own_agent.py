@@ -1,7 +1,8 @@
 """An agent that uses the OpenAI SDK and a tool: the model works a chain of sums, and a calculator puts its first
 mistake right, from where it goes on.
 
-asyncrl run experiment=quickstart agent.function=examples/own_agent.py:agent rollout.max_tokens=160
+asyncrl run experiment=quickstart agent.function=examples/own_agent.py:agent rollout.max_tokens=160 \
+            task.median_size=5 trainer.lr=6e-4 steps=40
 """
 
 import re
