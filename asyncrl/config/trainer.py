@@ -44,6 +44,9 @@ class Trainer(Settings, frozen=True):
     """Tokens of one forward and backward of one rank."""
     ranks: Positive = 1
     """Processes that train together, each with a part of the weights and of every batch (FSDP2), on GPUs one a GPU."""
+    context_parallel: Positive = 1
+    """So many ranks compute each batch together, every one some of its tokens (Ulysses): for completions whose
+    activations one GPU cannot hold. Divides `ranks` and the number of the model's attention heads."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -80,6 +83,7 @@ def check_trainer(run: "Run") -> None:
             f"trainer.ranks={run.trainer.ranks} are processes of their own, and cluster=inprocess has but one; use "
             "cluster=local, or trainer.ranks=1"
         )
+    _check_context(run)
     changing = run.trainer.warmup_steps + run.trainer.decay_steps
     if run.trainer.decay_steps and changing > run.steps:
         raise ConfigError(
@@ -102,3 +106,24 @@ def check_trainer(run: "Run") -> None:
         )
     if run.trainer.lora.rank and not run.trainer.lora.targets:
         raise ConfigError("trainer.lora.targets=[] leaves nothing to train; name some, or set trainer.lora.rank=0")
+
+
+def _check_context(run: "Run") -> None:
+    degree, ranks = run.trainer.context_parallel, run.trainer.ranks
+    if degree == 1:
+        return
+    if ranks % degree:
+        raise ConfigError(
+            f"trainer.context_parallel={degree} is the number of ranks that share a batch, and does not divide "
+            f"trainer.ranks={ranks}; set trainer.ranks={-(-ranks // degree) * degree}, or trainer.context_parallel=1"
+        )
+    if run.model.backend == "transformers":
+        raise ConfigError(
+            f"trainer.context_parallel={degree} needs our own decoder, and model.backend=transformers is chosen; set "
+            "trainer.context_parallel=1"
+        )
+    if run.drafter.from_trainer:
+        raise ConfigError(
+            f"trainer.context_parallel={degree} cuts completions, and drafter={run.drafter.kind} learns from hidden "
+            "states of whole ones in the trainer; set drafter.training.source=rollout, or trainer.context_parallel=1"
+        )

@@ -27,6 +27,7 @@ from asyncrl.models.config import ATTENTION, Experts, ModelConfig, projection_sh
 from asyncrl.models.experts import ExpertTensors, Route
 from asyncrl.models.layers import (
     Attend,
+    Exchange,
     Indices,
     NormScale,
     Rotate,
@@ -281,8 +282,11 @@ class Decoder(PolicyModel):
         taps: Taps | None = None,
         execution: "Execution | None" = None,
         route: Route | None = None,
+        exchange: Exchange | None = None,
     ) -> Tensor:
         attend = attention_for(rows, tokens_T.device, narrow=narrow)
+        if exchange is not None:
+            attend = exchange(attend)
         if execution is None:
             return self(tokens_T, positions_T, attend, taps, route=route)
         return self(tokens_T, positions_T, attend, taps, run=execution.layer, route=route)

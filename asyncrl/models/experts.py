@@ -67,7 +67,7 @@ class ExpertTensors(NamedTuple):
         weight_T_C = scores_T_X.gather(1, chosen_T_C)
         if self.renormalized:
             weight_T_C = weight_T_C / weight_T_C.sum(1, keepdim=True)
-        together = grouped.has_kernel(x_T_E, *self.gate_up_X_E_F.shape[1:], self.down_X_F_E.shape[1])
+        together = len(x_T_E) > 0 and grouped.has_kernel(x_T_E, *self.gate_up_X_E_F.shape[1:], self.down_X_F_E.shape[1])
         answers = self._grouped_answers if together else self._looped_answers
         y_T_C_E = answers(x_T_E if rounding is None else rounding(x_T_E), chosen_T_C, rounding, changes)
         return (y_T_C_E * weight_T_C.to(y_T_C_E.dtype)[..., None]).sum(1)
@@ -98,11 +98,11 @@ class ExpertTensors(NamedTuple):
         counts = torch.bincount(chosen_T_C.flatten(), minlength=len(self.gate_up_X_E_F)).tolist()
         found: list[Tensor] = []
         for expert, rows_E in enumerate(x_R_E.split(counts)):
-            if len(rows_E):
+            if len(rows_E) or not tokens:  # of no token at all there still is a gradient
                 gate_up_F = changed(rows_E @ self.gate_up_X_E_F[expert], rows_E, _of(changes.gate_up, expert))
                 y_F = _gated(gate_up_F, rounding)
                 found.append(changed(y_F @ self.down_X_F_E[expert], y_F, _of(changes.down, expert)))
-        return torch.cat(found)[order_R.argsort()].view(tokens, chosen, -1)
+        return torch.cat(found)[order_R.argsort()].unflatten(0, (tokens, chosen))
 
 
 def _gated(gate_up_R_F: Tensor, rounding: Rounding | None) -> Tensor:

@@ -23,6 +23,7 @@ from asyncrl.config.trainer import Trainer
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import empty_policy
+from asyncrl.models.degrees import check_degrees
 from asyncrl.models.execution import Execution
 from asyncrl.models.experts import Routing
 from asyncrl.models.names import hf_tensors
@@ -87,6 +88,7 @@ class Learner:
             held = torch.bfloat16 if narrow and adapts else torch.float32
             self.model = self._load(model_path, held, adapt=adapts)
         self.model_config = self.model.config
+        check_degrees(run.trainer, self.model_config)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._execution = self._choose_execution()
         self.optimizer = self._make_optimizer()
@@ -165,7 +167,7 @@ class Learner:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         compile = compiles(self._settings.compile, self.device.type)
         whole = self.model_config.experts is None and self.model_config.backend == "native"
-        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole
+        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole and self.ranks.context is None
         again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
         return Execution(again, compile, flash)
 
@@ -200,13 +202,21 @@ class Learner:
 
     def _learn(self, groups: Sequence[Group]) -> None:
         blocks = with_advantages(self._run, groups, self._routes)
-        own = share(blocks, self._settings.token_budget, self.ranks.rank, self.ranks.world, self.model.packing)
+        own = share(blocks, self._token_budget, self.ranks.share, self.ranks.shares, self.model.packing)
+        if self.ranks.context is not None:
+            own = [batch.shared(self.ranks.context) for batch in own]
         batches = [batch.to(self.device) for batch in own]
         if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
         for batch in batches if self._trains_policy else ():
             self._backward(batch)
+
+    @property
+    def _token_budget(self) -> int:
+        """Of a batch: that of every rank which shares it."""
+        context = self.ranks.context
+        return self._settings.token_budget * (1 if context is None else context.size)
 
     @property
     def _left_out(self) -> bool:

@@ -7,6 +7,8 @@ The peak lies in the backward, with the gradients of earlier batches there:
         layer   the one that is computed again, where activations are not kept, and what its backward needs besides
 
 Of several ranks each has its part of the first three; whole are the embeddings, and two layers while they compute.
+Ranks that share a batch each have their part of its tokens; in attention they have all of them and a part of the heads,
+which is as much, if no key/value head is sent to several.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
 that autograd really keeps. Compiled, which no layer with experts is as a whole, it keeps what
 `asyncrl.models.execution` says. Sizes: E hidden, F gated layer, H query heads, K key/value heads, D head dimension.
@@ -15,6 +17,7 @@ Of a model of transformers the number of weights is that of its files, and what 
 as two layers of ours with the same sizes (measured: 1.0 to 2.5, most with linear attention).
 """
 
+from math import lcm
 from typing import NamedTuple
 
 import msgspec
@@ -47,6 +50,7 @@ class Batch(NamedTuple):
     """The largest forward and backward."""
 
     tokens: int
+    """Of one rank."""
     spread: float = 1.0
     """Tokens that attention sees, over tokens: the answers of a group each see their common prompt."""
 
@@ -154,6 +158,7 @@ def training_memory(
     critic = 0 if run.algorithm.critic_rate is None else critic_parameters(model)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
     ends = 3 * FLOAT * model.hidden_size + 2 * (BF16 if narrow else FLOAT) * model.head_dim
+    model = msgspec.structs.replace(model, kv_heads=lcm(model.kv_heads, run.trainer.context_parallel))
     layer = layer_bytes(model, batch.spread, narrow=narrow, compiled=compiled)
     short = recomputed_bytes(model, narrow=narrow, compiled=compiled)
     again = layer if recomputed else 0

@@ -18,6 +18,7 @@ from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
 from asyncrl.models.config import ModelConfig
+from asyncrl.models.degrees import degree_problems
 from asyncrl.models.routes import replayed_shape
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
@@ -149,6 +150,7 @@ def _model(run: Run) -> Iterator[str]:
             f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
         )
     yield from backend.problems(run, model, longest)
+    yield from degree_problems(run.trainer, model)
     if model.backend == "native":
         yield from _own_decoder(run, model, longest)
     elif model.experts is not None:

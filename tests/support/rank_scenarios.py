@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 from asyncrl.config import Run, Trainer
 from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp
 from asyncrl.config.trainer import Lora
 from asyncrl.errors import StorageError
 from asyncrl.training import checkpoint
+from asyncrl.training.batches import block, pack
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.export import likeliest
@@ -25,6 +27,7 @@ from tests.support.training_groups import gradients_of, make_groups
 RUN = Run(trainer=Trainer(lr=1e-3), correction=Importance(reject=()))
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 THROUGH, PADDED = "through", "padded"
+PPO = Ppo(critic_warmup_steps=0)
 MANIFEST = TrainingManifest(step=0, samples_trained=0, consumed=())
 
 
@@ -62,6 +65,25 @@ def gradients(ranks: Ranks, folder: Path) -> None:
         _close(one, several, 1e-5)
 
 
+def log_probs(ranks: Ranks, folder: Path) -> None:
+    """Of samples with several turns, cut at any of their tokens: those that one rank computes of the same batch."""
+    for model in (TIED, UNTIED, EXPERTS):
+        one, several = _both(folder, ranks, model=model)
+        for length in range(7):
+            turns = [Segment.sampled([3, 1, 4], [-3.0] * 3, 0), Segment.given([1, 5] * length + [9, 2])]
+            blocks = [block(_with_turns(group, turns), [1.0] * 4) for group in make_groups(2, length)]
+            for batch in pack(blocks, 120):
+                assert ranks.context is not None
+                found = several.token_logprobs(batch.shared(ranks.context))
+                assert float((found - one.token_logprobs(batch)).detach().abs().max()) < 1e-5, (model, length)
+
+
+def _with_turns(group: Group, turns: list[Segment]) -> Group:
+    """Between the prompt and the rest."""
+    found = [msgspec.structs.replace(t, segments=(t.segments[0], *turns, *t.segments[1:])) for t in group.trajectories]
+    return msgspec.structs.replace(group, trajectories=tuple(found))
+
+
 def bf16_gradients(ranks: Ranks, folder: Path) -> None:
     """Batches are cut in other places, and bf16 rounds what is added up within one."""
     one, several = _both(folder, ranks, msgspec.structs.replace(RUN, trainer=Trainer(dtype="bf16")))
@@ -73,7 +95,7 @@ def bf16_gradients(ranks: Ranks, folder: Path) -> None:
 def algorithms(ranks: Ranks, folder: Path) -> None:
     """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised, experts
     whose loads are figures."""
-    chosen: list[Algorithm] = [Ppo(critic_warmup_steps=0), ReinforcePp(kl=Kl(coefficient=0.1, placement="reward"))]
+    chosen: list[Algorithm] = [PPO, ReinforcePp(kl=Kl(coefficient=0.1, placement="reward"))]
     normalized = msgspec.structs.replace(RUN, correction=Importance(reject=(), batch_normalize=True))
     scenes = [(normalized, TIED), (RUN, EXPERTS)]
     scenes += [(msgspec.structs.replace(RUN, algorithm=algorithm), TIED) for algorithm in chosen]
@@ -106,7 +128,7 @@ def twenty_steps(ranks: Ranks, folder: Path) -> None:
 
 def resume(ranks: Ranks, folder: Path) -> None:
     """2 -> 1 -> 2: nothing of weights and optimizer changes on the way, and training goes on as without it."""
-    run = msgspec.structs.replace(RUN, algorithm=Ppo(critic_warmup_steps=0))
+    run = msgspec.structs.replace(RUN, algorithm=PPO)
     one, several = _both(folder, ranks, run)
     for seed in range(2):
         _train(several, make_groups(3, seed))
@@ -117,7 +139,8 @@ def resume(ranks: Ranks, folder: Path) -> None:
     again = Learner(folder / TIED, run, ranks)
     checkpoint.restore(again, second)
     _same(several, again)
-    assert {"critic-00001-of-00002.safetensors", "critic-00002-of-00002.safetensors"} <= set(os.listdir(first))
+    files = {f"critic-{rank + 1:05}-of-{ranks.world:05}.safetensors" for rank in range(ranks.world)}
+    assert files <= set(os.listdir(first))
     again.version = one.version = several.version
     groups = make_groups(3, 7)
     assert _train(several, groups) == _train(again, groups)
@@ -125,17 +148,37 @@ def resume(ranks: Ranks, folder: Path) -> None:
     assert abs(_train(one, groups) - _train(Learner(folder / TIED, run), groups)) > 1e-6  # it has learned before
 
 
+def leave_checkpoint(ranks: Ranks, folder: Path) -> None:
+    """Of a dense model with a critic, and of experts; for ranks of another number."""
+    for model, algorithm in ((TIED, PPO), (EXPERTS, Grpo())):
+        learner = Learner(folder / model, msgspec.structs.replace(RUN, algorithm=algorithm), ranks)
+        for seed in range(2):
+            _train(learner, make_groups(3, seed))
+        checkpoint.save(learner, folder / f"left-{model}", MANIFEST, model_path=folder / model, keep=1)
+
+
+def find_checkpoint(ranks: Ranks, folder: Path) -> None:
+    """Every number is what one rank reads, and the next step is that of one rank."""
+    for model, algorithm in ((TIED, PPO), (EXPERTS, Grpo())):
+        one, several = _both(folder, ranks, msgspec.structs.replace(RUN, algorithm=algorithm), model)
+        for learner in (one, several):
+            checkpoint.restore(learner, folder / f"left-{model}" / "step-0")
+        _same(several, one)
+        assert abs(_train(several, make_groups(3, 7)) - _train(one, make_groups(3, 7))) < 1e-5
+
+
 def _same(a: Learner, b: Learner) -> None:
-    assert a.critic is not None
-    assert b.critic is not None
-    pairs = [(a.model, a.optimizer, b.model, b.optimizer), (a.critic, a.critic.optimizer, b.critic, b.critic.optimizer)]
+    pairs: list[tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]]
+    pairs = [(a.model, a.optimizer, b.model, b.optimizer)]
+    if a.critic is not None and b.critic is not None:
+        pairs.append((a.critic, a.critic.optimizer, b.critic, b.critic.optimizer))
     for mine, my_optimizer, theirs, their_optimizer in pairs:
         for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(a.ranks.whole(p), b.ranks.whole(q)), name
             state, other = my_optimizer.state.get(p, {}), their_optimizer.state.get(q, {})
             assert state.keys() == other.keys()
             for key in state:
-                x, y = (s[key] if key == "step" else a.ranks.whole(s[key]) for s in (state, other))
+                x, y = (s[key] if key == "step" else r.ranks.whole(s[key]) for r, s in ((a, state), (b, other)))
                 assert torch.equal(x, y), (name, key)
 
 

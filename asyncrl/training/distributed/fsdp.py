@@ -21,14 +21,15 @@ from torch.nn import functional
 
 from asyncrl.config.run import Backend
 from asyncrl.models.checkpoint import empty_policy
+from asyncrl.models.collectives import RankGroup
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.distributed.shards import fill
 
 
 class FsdpRanks(Ranks):
-    def __init__(self, seat: RankSeat, device: torch.device) -> None:
-        """Returns when every rank is here."""
+    def __init__(self, seat: RankSeat, device: torch.device, context: int = 1) -> None:
+        """Returns when every rank is here. `context` neighbours share their batches; weights are cut over all ranks."""
         self.rank, self.world, self._device = seat.rank, seat.world, device
         if ip_address(seat.host).is_loopback:  # all on this machine: nothing listens beyond it
             loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -42,6 +43,10 @@ class FsdpRanks(Ranks):
             device_id=device if device.type == "cuda" else None,
         )
         self._mesh = init_device_mesh(device.type, (seat.world,))
+        self.share, self.shares = seat.rank // context, seat.world // context
+        if context > 1:
+            group, _ = distributed.new_subgroups(group_size=context, timeout=seat.timeout)
+            self.context = RankGroup(group)
 
     def load(
         self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
