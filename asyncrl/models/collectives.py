@@ -33,6 +33,11 @@ class RankGroup:
         """The sum over the ranks, with the same condition."""
         return _total(x, self._group)
 
+    def assemble(self, own_M_X: Tensor, dtype: torch.dtype, world: int) -> Tensor:
+        """A weight to compute with in `dtype`, from the rows that each rank keeps. Its gradient is a mean, as FSDP has
+        it: what the ranks of this group have computed, added up in fp32, over all `world` ranks."""
+        return _assemble(own_M_X, dtype, world, self._group)
+
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
@@ -51,15 +56,21 @@ def _all_to_all(x_S_X: Tensor, sent: list[int], received: list[int], group: Any)
     return found_R_X
 
 
+def _all_gather(x_M_X: Tensor, group: Any) -> Tensor:
+    size = distributed.get_world_size(group)
+    if size == 1:
+        return x_M_X
+    found = x_M_X.new_empty(size * len(x_M_X), *x_M_X.shape[1:])
+    distributed.all_gather(list(found.chunk(size)), x_M_X.contiguous(), group=group)
+    return found
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_M_X: Tensor, group: Any) -> Tensor:
-        rows, size = len(x_M_X), distributed.get_world_size(group)
-        begin = distributed.get_rank(group) * rows
-        ctx.own = slice(begin, begin + rows)
-        found = x_M_X.new_empty(size * rows, *x_M_X.shape[1:])
-        distributed.all_gather(list(found.chunk(size)), x_M_X.contiguous(), group=group)
-        return found
+        begin = distributed.get_rank(group) * len(x_M_X)
+        ctx.own = slice(begin, begin + len(x_M_X))
+        return _all_gather(x_M_X, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -78,6 +89,22 @@ class _Total(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Assemble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_M_X: Tensor, dtype: torch.dtype, world: int, group: Any) -> Tensor:
+        ctx.kept, ctx.world, ctx.group = own_M_X.dtype, world, group
+        return _all_gather(own_M_X.to(dtype), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        size = distributed.get_world_size(ctx.group)
+        rows = [len(gradients[0]) // size] * size
+        found_M_X = gradients[0] if size == 1 else _all_to_all(gradients[0], rows, rows, ctx.group)
+        total_M_X = found_M_X.unflatten(0, (size, -1)).sum(0, dtype=torch.promote_types(found_M_X.dtype, torch.float32))
+        return (total_M_X / ctx.world).to(ctx.kept), None, None, None
+
+
 _exchange: Any = _Exchange.apply
 _gather: Any = _Gather.apply
 _total: Any = _Total.apply
+_assemble: Any = _Assemble.apply

@@ -10,6 +10,7 @@ Of several ranks each has a learner, which is given all groups and works on its 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -88,7 +89,6 @@ class Learner:
             held = torch.bfloat16 if narrow and adapts else torch.float32
             self.model = self._load(model_path, held, adapt=adapts)
         self.model_config = self.model.config
-        check_degrees(run.trainer, self.model_config)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._execution = self._choose_execution()
         self.optimizer = self._make_optimizer()
@@ -145,6 +145,7 @@ class Learner:
 
     def _load(self, path: Path, dtype: torch.dtype, *, adapt: bool = False) -> PolicyModel:
         model = self.ranks.load(path, self._run.model.backend, self.device, dtype)
+        check_degrees(self._settings, model.config)
         if adapt:
             lora.attach(model, self.lora, self._run.seed)
         self.ranks.shard(model, model, path, torch.bfloat16 if self._settings.dtype == "bf16" else torch.float32)
@@ -184,6 +185,8 @@ class Learner:
         self._ratios: list[Ratios] = []
         self._off_policy: OffPolicy | None = None
         self._held: list[Group] = []
+        self._given = 0
+        """A checksum of the tokens of all samples."""
         self._fault = ""
         self.momentum.begin()
         self.optimizer.zero_grad(set_to_none=True)
@@ -192,6 +195,8 @@ class Learner:
         """Forward and backward; gradients add up until `step`."""
         self._samples += sum(len(group.trajectories) for group in groups)
         self._tokens += sum(t.sampled_tokens for group in groups for t in group.trajectories)
+        for trajectory in (t for group in groups for t in group.trajectories) if self.ranks.world > 1 else ():
+            self._given = crc32(trajectory.tokens.tobytes(), self._given)
         self.momentum.observe((t for group in groups for t in group.trajectories), self.version)
         if self._left_out:
             return
@@ -372,7 +377,15 @@ class Learner:
             return
         critic_loss = self.critic.loss if self.critic is not None else 0.0
         mine = RankStats(
-            self._loss, critic_loss, self._fault, self._sums, self._observed, self._off_policy, self._expert_load
+            self._loss,
+            critic_loss,
+            self._fault,
+            self._sums,
+            self._observed,
+            self._off_policy,
+            self._expert_load,
+            self._given,
+            self.ranks.mismatch(),
         )
         found = of_all(self.ranks, mine)
         self._loss, self._fault, self._sums, self._observed = found.loss, found.fault, found.sums, found.observed

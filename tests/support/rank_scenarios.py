@@ -2,17 +2,19 @@
 
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from asyncrl.config import Run, Trainer
+from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp
 from asyncrl.config.trainer import Lora
-from asyncrl.errors import StorageError
+from asyncrl.errors import RankError, StorageError
+from asyncrl.models.collectives import RankGroup
 from asyncrl.training import checkpoint
 from asyncrl.training.batches import block, pack
 from asyncrl.training.checkpoint import TrainingManifest
@@ -78,10 +80,103 @@ def log_probs(ranks: Ranks, folder: Path) -> None:
                 assert float((found - one.token_logprobs(batch)).detach().abs().max()) < 1e-5, (model, length)
 
 
+def balancing(ranks: Ranks, folder: Path) -> None:
+    """A load-balancing loss over batches, which are those of one rank where all ranks share them."""
+    assert ranks.shares == 1
+    run = msgspec.structs.replace(RUN, algorithm=Grpo(router_aux_loss=0.5, entropy=0.01))
+    one, several = _both(folder, ranks, run, EXPERTS)
+    for learner in (one, several):
+        learner.accumulate(make_groups(3))
+    _close(one, several, 1e-5)
+    mine, theirs = one.step(), several.step()
+    for name in ("router_aux_loss", "entropy", "expert_load_max"):
+        assert mine.figures[name] == pytest.approx(theirs.figures[name], rel=1e-5), name
+
+
 def _with_turns(group: Group, turns: list[Segment]) -> Group:
     """Between the prompt and the rest."""
     found = [msgspec.structs.replace(t, segments=(t.segments[0], *turns, *t.segments[1:])) for t in group.trajectories]
     return msgspec.structs.replace(group, trajectories=tuple(found))
+
+
+def expert_gradients(ranks: Ranks, folder: Path) -> None:
+    """With replayed routes, of which few go to the experts of some rank, and with the router's own; in bf16; with a
+    reference; with layers that are computed again; with a critic."""
+    replay = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"), trainer=Trainer(token_budget=120))
+    recomputed = msgspec.structs.replace(replay, trainer=Trainer(token_budget=60, checkpoint_activations=True))
+    balanced = msgspec.structs.replace(RUN, algorithm=Grpo(kl=Kl(coefficient=0.1)))
+    bf16 = msgspec.structs.replace(replay, trainer=Trainer(dtype="bf16"))
+    lone = [msgspec.structs.replace(make_groups(1)[0], trajectories=make_groups(1)[0].trajectories[1:2])]
+    scenes = [(replay, make_groups(4)), (recomputed, make_groups(3)), (balanced, make_groups(2)), (balanced, lone)]
+    for run, groups in [*scenes, (bf16, make_groups(3))]:
+        one, several = _both(folder, ranks, run, EXPERTS)
+        for learner in (one, several):
+            learner.accumulate(groups[:2])
+            learner.accumulate(groups[2:])
+        _close(one, several, 0.02 if run is bf16 else 1e-5)
+
+
+def expert_steps(ranks: Ranks, folder: Path) -> None:
+    """Twenty of them, with the loads of all experts as figures, a checkpoint in between; and a critic with experts."""
+    replay = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"))
+    one, several = _both(folder, ranks, replay, EXPERTS)
+    for seed in range(20):
+        groups = make_groups(2, seed)
+        for learner in (one, several):
+            learner.accumulate(groups)
+        mine, theirs = one.step(), several.step()
+        assert abs(mine.loss - theirs.loss) <= 1e-5
+        assert abs(mine.grad_norm - theirs.grad_norm) <= 1e-4 * max(1, mine.grad_norm)
+        assert mine.figures["expert_load_max"] == pytest.approx(theirs.figures["expert_load_max"])
+        if seed == 10:
+            saved = checkpoint.save(several, folder / "steps", MANIFEST, model_path=folder / EXPERTS, keep=1)
+            again = Learner(folder / EXPERTS, replay, ranks)
+            checkpoint.restore(again, saved)
+            _same(several, again)
+            again.version, several = several.version, again
+    one, several = _both(folder, ranks, msgspec.structs.replace(RUN, algorithm=PPO), EXPERTS)
+    gaps = [abs(_train(one, make_groups(2, seed)) - _train(several, make_groups(2, seed))) for seed in range(3)]
+    assert max(gaps) <= 1e-5
+
+
+def expert_adapters(ranks: Ranks, folder: Path) -> None:
+    _adapters(ranks, folder, EXPERTS)
+
+
+def expert_publication(ranks: Ranks, folder: Path) -> None:
+    one, several = _both(folder, ranks, model=EXPERTS)
+    prompts = ((1, 2, 3), (4, 5, 6))
+    assert likeliest(several.model, RUN.trainer, prompts) == pytest.approx(likeliest(one.model, RUN.trainer, prompts))
+    _publishes(ranks, one, several, torch.bfloat16)
+
+
+def changed_tokens(ranks: Ranks, folder: Path) -> None:
+    """Two rows that arrive in another order, or another group for one of the ranks: every rank refuses the step."""
+    assert ranks.experts is not None
+    run, groups = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on")), make_groups(3)
+    _, several = _both(folder, ranks, run, EXPERTS)
+    honest = ranks.experts.group
+    if ranks.rank == 0:
+        ranks.experts.group = _Swapping(honest)
+    several.accumulate(groups)
+    ranks.experts.group = honest
+    with pytest.raises(RankError, match=r"rank 0 of a group received in layer 1 are not those that rank \d sent"):
+        several.step()
+    _, several = _both(folder, ranks, run, EXPERTS)
+    several.accumulate(groups[:2] if ranks.rank else groups[1:])
+    with pytest.raises(RankError, match=r"were given other samples than rank 0 in this step"):
+        several.step()
+
+
+class _Swapping(RankGroup):
+    """Swaps the first two rows that arrive."""
+
+    def __init__(self, honest: RankGroup) -> None:
+        self._honest, self.rank, self.size = honest, honest.rank, honest.size
+
+    def exchange(self, x_S_X: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        found = self._honest.exchange(x_S_X, sent, received)
+        return torch.cat([found[1:2], found[:1], found[2:]]) if found.is_floating_point() else found
 
 
 def bf16_gradients(ranks: Ranks, folder: Path) -> None:

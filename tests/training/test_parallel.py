@@ -1,4 +1,4 @@
-"""Ranks that share their batches (context parallelism) do what one rank does, whatever their number; also of files."""
+"""Ranks that share their batches, or the experts of a model, do what one rank does, whatever their number."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from asyncrl.models.config import read_config
 from asyncrl.models.degrees import degree_problems
 from tests.support import rank_scenarios
 from tests.support.rank_processes import Scene, play
+from tests.support.tiny_families import tiny_family
 from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,6 +26,13 @@ SCENES = (
     rank_scenarios.broken_numbers,
     rank_scenarios.publication,
 )
+EXPERT_SCENES = (
+    rank_scenarios.expert_gradients,
+    rank_scenarios.expert_steps,
+    rank_scenarios.expert_adapters,
+    rank_scenarios.expert_publication,
+    rank_scenarios.changed_tokens,
+)
 
 
 def _models(folder: Path) -> Path:
@@ -34,25 +42,36 @@ def _models(folder: Path) -> Path:
     return folder
 
 
-def _play(folder: Path, scenes: tuple[Scene, ...], world: int, context: int) -> None:
-    assert "".join("".join(found) for found in play(world, scenes, folder, context=context).values()) == ""
+def _play(folder: Path, scenes: tuple[Scene, ...], world: int, context: int = 1, experts: int = 1) -> None:
+    played = play(world, scenes, folder, context=context, experts=experts)
+    assert "".join("".join(found) for found in played.values()) == ""
 
 
 def test_two_ranks_share_every_batch(tmp_path: Path) -> None:
-    _play(_models(tmp_path), SCENES, 2, context=2)
+    _play(_models(tmp_path), (*SCENES, rank_scenarios.balancing), 2, context=2)
+
+
+def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
+    _play(_models(tmp_path), EXPERT_SCENES, 2, experts=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "context"), [(4, 2), (4, 4)])  # with four each key/value head is on two ranks
-def test_more_ranks(world: int, context: int, tmp_path: Path) -> None:
-    _play(_models(tmp_path), SCENES, world, context)
+@pytest.mark.parametrize(
+    ("world", "context", "experts"),
+    [(2, 2, 2), (4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1), (4, 4, 4)],
+)
+def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> None:
+    """With four that share a batch, each key/value head is on two of them."""
+    scenes = [scene for scene in SCENES if context > 1 or scene is not rank_scenarios.log_probs]
+    scenes += [rank_scenarios.balancing] if world == context else []
+    _play(_models(tmp_path), (*scenes, *EXPERT_SCENES) if experts > 1 else tuple(scenes), world, context, experts)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_degrees(tmp_path: Path) -> None:
-    _play(_models(tmp_path), (rank_scenarios.leave_checkpoint,), 2, context=2)
-    for world, context in ((2, 1), (4, 2), (3, 3)):
-        _play(tmp_path, (rank_scenarios.find_checkpoint,), world, context)
+    _play(_models(tmp_path), (rank_scenarios.leave_checkpoint,), 2, context=2, experts=2)
+    for world, context, experts in ((3, 1, 1), (2, 1, 2), (4, 2, 2)):
+        _play(tmp_path, (rank_scenarios.find_checkpoint,), world, context, experts)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +99,32 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, object], said:
         load(settings)
 
 
-def test_heads_have_to_divide(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path)  # four heads
+def test_heads_and_experts_have_to_divide(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)  # four heads, and no experts
     model = read_config(tmp_path)
     assert not list(degree_problems(Trainer(ranks=8, context_parallel=4), model))
     assert list(degree_problems(Trainer(ranks=6, context_parallel=3), model)) == [
         "trainer.context_parallel=3 does not divide the 4 attention heads of the model, of which each rank computes as "
         "many: with trainer.ranks=6 set it to 1 or 2"
+    ]
+    assert list(degree_problems(Trainer(ranks=2, expert_parallel=2), model)) == [
+        "trainer.expert_parallel=2 shares experts, and the model has none: set trainer.expert_parallel=1"
+    ]
+    tiny_checkpoint(tmp_path / "moe", "qwen3_moe")  # eight experts
+    model = read_config(tmp_path / "moe")
+    assert not list(degree_problems(Trainer(ranks=8, expert_parallel=4), model))
+    assert list(degree_problems(Trainer(ranks=6, expert_parallel=2), model)) == [
+        "trainer.ranks=6 does not divide the 8 experts of a layer, of which with trainer.expert_parallel=2 each rank "
+        "keeps as many: set trainer.ranks to 2 or 4 or 8, or trainer.expert_parallel=1"
+    ]
+
+
+def test_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    tiny_family(tmp_path, "glm4_moe")
+    model = read_config(tmp_path, "transformers")
+    assert [
+        found.split(" needs")[0] for found in degree_problems(Trainer(context_parallel=2, expert_parallel=2), model)
+    ] == [
+        "trainer.context_parallel=2",
+        "trainer.expert_parallel=2",
     ]

@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 from asyncrl.config.run import Backend
 from asyncrl.models.checkpoint import load_policy
 from asyncrl.models.collectives import RankGroup
+from asyncrl.models.expert_parallel import ExpertGroup
 from asyncrl.models.policy import PolicyModel
 
 TCPStore: Any = cast(Any, distributed).TCPStore  # documented, and not marked as exported
@@ -34,6 +35,8 @@ class Ranks:
     shares = 1
     context: RankGroup | None = None
     """Those that compute this rank's share together with it."""
+    experts: ExpertGroup | None = None
+    """Those that share the experts of every layer with it."""
 
     @property
     def reports(self) -> bool:
@@ -52,6 +55,10 @@ class Ranks:
 
     def settle(self, module: nn.Module) -> None:
         """Before its weights are read or written: a forward without a backward has left some of them whole."""
+
+    def mismatch(self) -> str:
+        """What this rank was sent otherwise than it arrived, since the last call; nothing, as a rule."""
+        return "" if self.experts is None else self.experts.mismatch()
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Everybody's, by rank."""
