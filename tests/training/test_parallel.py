@@ -1,14 +1,17 @@
 """Ranks that share their batches, or the experts of a model, do what one rank does, whatever their number."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.config import load
+from asyncrl.config import Rollout, Run, load
 from asyncrl.config.trainer import Trainer
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import read_config
 from asyncrl.models.degrees import degree_problems
+from asyncrl.training.memory import Batch, training_memory
+from pipelines.plan.estimate import _largest_batch
 from tests.support import rank_scenarios
 from tests.support.rank_processes import Scene, play
 from tests.support.tiny_families import tiny_family
@@ -128,3 +131,38 @@ def test_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
         "trainer.context_parallel=2",
         "trainer.expert_parallel=2",
     ]
+
+
+def test_the_memory_of_shared_experts_by_hand(tmp_path: Path) -> None:
+    """Two layers with eight experts of 3 x 32 x 32 numbers each."""
+    tiny_checkpoint(tmp_path, "qwen3_moe")
+    model, experts = read_config(tmp_path), 8 * 3 * 32 * 32
+
+    def held(recomputed: int, **settings: Any) -> tuple[int, int]:
+        run = Run(trainer=Trainer(ranks=4, **settings))
+        found = training_memory(run, model, Batch(100), recomputed=recomputed)
+        return found.weights, found.optimizer
+
+    gathered, gradients = held(2)
+    # FSDP has two layers whole; of shared experts only a quarter, and they are computed with as they lie.
+    assert held(0, expert_parallel=4) == (gathered - 4 * 2 * experts * 3 // 4, gradients - 4 * 2 * experts * 3 // 4)
+    # Half of them, from two ranks; without recomputation until the backward.
+    half = gathered - 4 * 2 * experts // 2
+    assert held(2, expert_parallel=2) == (half, gradients - 4 * 2 * experts // 2)
+    assert held(0, expert_parallel=2)[0] == half + 4 * 2 * experts // 2
+
+
+def test_the_memory_of_a_shared_batch_by_hand(tmp_path: Path) -> None:
+    """Two ranks have twice the budget for a batch, or half of a completion that is longer than it."""
+    tiny_checkpoint(tmp_path, num_key_value_heads=1)
+    model, rollout = read_config(tmp_path), Rollout(group_size=8, max_tokens=200)
+
+    def batch(**settings: Any) -> Batch:
+        return _largest_batch(Run(rollout=rollout, trainer=Trainer(**settings)), 100)
+
+    assert batch(token_budget=500, ranks=2, context_parallel=2) == (500, 4 * 300 / 900)
+    assert batch(token_budget=100, ranks=2, context_parallel=2) == (150, 1.0)
+    # In fp32 keys and values of 32 numbers are kept, rotated and for attention; the copies of the one head as well.
+    one, two = (training_memory(Run(trainer=Trainer(ranks=2, context_parallel=n)), model, Batch(100)) for n in (1, 2))
+    norm = 4 * (2 * 32 + 32)
+    assert two.activations - one.activations == 100 * 2 * (4 * 32 + 4 * 2 * 32 + norm)
