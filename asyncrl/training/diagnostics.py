@@ -204,8 +204,6 @@ class RankStats:
     off_policy: OffPolicy | None
     expert_load: Tensor | None = None
     """How often each expert was chosen, by layer; None without experts, and where nothing was computed."""
-    given: int = 0
-    """A checksum of the tokens of all samples, which every rank is given."""
     mismatch: str = ""
     """What a rank received that was not sent."""
 
@@ -218,15 +216,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     observed: list[tuple[bytes, bytes, list[str]]]
     off_policy: OffPolicy | None
     expert_load: list[list[int]] | None
-    given: int
     mismatch: str
 
 
 def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
     """Everything added up, the same on every rank; of ranks that share their batches the first has the figures.
-    RankError, on every rank, if they did not work on the same tokens."""
+    RankError, on every rank, if one received other tokens than were sent."""
     if not ranks.reports:
-        mine = RankStats(0.0, 0.0, mine.fault, {}, [], None, given=mine.given, mismatch=mine.mismatch)
+        mine = RankStats(0.0, 0.0, mine.fault, {}, [], None, mismatch=mine.mismatch)
     observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
     load = None if mine.expert_load is None else mine.expert_load.tolist()
     message = _Message(
@@ -237,13 +234,13 @@ def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
         observed,
         mine.off_policy,
         load,
-        mine.given,
         mine.mismatch,
     )
     all_ranks = [
         msgspec.msgpack.decode(part, type=_Message) for part in ranks.exchange(msgspec.msgpack.encode(message))
     ]
-    _check_tokens(all_ranks)
+    if mismatch := next((each.mismatch for each in all_ranks if each.mismatch), ""):
+        raise RankError(mismatch)
     sums: dict[str, float] = {}
     for name, value in (pair for each in all_ranks for pair in each.sums.items()):
         sums[name] = sums.get(name, 0.0) + value
@@ -261,18 +258,6 @@ def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
         off_policy=max((each.off_policy for each in all_ranks if each.off_policy), key=_size, default=None),
         expert_load=torch.stack(loads).sum(0) if loads else None,
     )
-
-
-def _check_tokens(all_ranks: Sequence[_Message]) -> None:
-    for each in all_ranks:
-        if each.mismatch:
-            raise RankError(each.mismatch)
-    first, *others = (each.given for each in all_ranks)
-    if differing := [rank for rank, given in enumerate(others, 1) if given != first]:
-        raise RankError(
-            f"ranks {', '.join(map(str, differing))} of the trainer were given other samples than rank 0 in this step; "
-            "resume the run from its last checkpoint"
-        )
 
 
 def _size(sample: OffPolicy) -> float:

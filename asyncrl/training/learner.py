@@ -21,7 +21,7 @@ from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Caution, Corrected
 from asyncrl.config import Run
 from asyncrl.config.trainer import Trainer
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, RankError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import empty_policy
 from asyncrl.models.degrees import check_degrees
@@ -185,8 +185,6 @@ class Learner:
         self._ratios: list[Ratios] = []
         self._off_policy: OffPolicy | None = None
         self._held: list[Group] = []
-        self._given = 0
-        """A checksum of the tokens of all samples."""
         self._fault = ""
         self.momentum.begin()
         self.optimizer.zero_grad(set_to_none=True)
@@ -195,8 +193,8 @@ class Learner:
         """Forward and backward; gradients add up until `step`."""
         self._samples += sum(len(group.trajectories) for group in groups)
         self._tokens += sum(t.sampled_tokens for group in groups for t in group.trajectories)
-        for trajectory in (t for group in groups for t in group.trajectories) if self.ranks.world > 1 else ():
-            self._given = crc32(trajectory.tokens.tobytes(), self._given)
+        if self.ranks.world > 1:
+            self._compare_samples(groups)
         self.momentum.observe((t for group in groups for t in group.trajectories), self.version)
         if self._left_out:
             return
@@ -204,6 +202,18 @@ class Learner:
             self._held.extend(groups)
         else:
             self._learn(groups)
+
+    def _compare_samples(self, groups: Sequence[Group]) -> None:
+        """RankError, on every rank, unless all have the same: else some would wait for what others never compute."""
+        checksum = 0
+        for trajectory in (t for group in groups for t in group.trajectories):
+            checksum = crc32(trajectory.tokens.tobytes(), checksum)
+        first, *others = self.ranks.exchange(str(checksum).encode())
+        if differing := [str(rank) for rank, given in enumerate(others, 1) if given != first]:
+            raise RankError(
+                f"the trainer's ranks were given other samples than rank 0: {', '.join(differing)} of "
+                f"{self.ranks.world}; resume the run from its last checkpoint"
+            )
 
     def _learn(self, groups: Sequence[Group]) -> None:
         blocks = with_advantages(self._run, groups, self._routes)
@@ -384,8 +394,7 @@ class Learner:
             self._observed,
             self._off_policy,
             self._expert_load,
-            self._given,
-            self.ranks.mismatch(),
+            mismatch=self.ranks.mismatch(),
         )
         found = of_all(self.ranks, mine)
         self._loss, self._fault, self._sums, self._observed = found.loss, found.fault, found.sums, found.observed
