@@ -167,15 +167,72 @@ def changed_tokens(ranks: Ranks, folder: Path) -> None:
         several.accumulate(groups[1:] if ranks.rank == 1 else groups[:2])
 
 
-class _Swapping(RankGroup):
-    """Swaps the first two rows that arrive."""
+class _Around(RankGroup):
+    """Another group, whose exchanges are interfered with."""
 
     def __init__(self, honest: RankGroup) -> None:
         self._honest, self.rank, self.size = honest, honest.rank, honest.size
 
+
+class _Swapping(_Around):
+    """Swaps the first two rows that arrive."""
+
     def exchange(self, x_S_X: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         found = self._honest.exchange(x_S_X, sent, received)
         return torch.cat([found[1:2], found[:1], found[2:]]) if found.is_floating_point() else found
+
+
+class _Dying(_Around):
+    """Ends its process in the middle of a forward, or of the backward after it."""
+
+    def __init__(self, honest: RankGroup, *, backward: bool) -> None:
+        super().__init__(honest)
+        self._backward, self._exchanges = backward, 0
+
+    def exchange(self, x_S_X: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        self._exchanges += 1
+        if self._exchanges == 4 and not self._backward:
+            os._exit(9)
+        found = self._honest.exchange(x_S_X, sent, received)
+        if found.requires_grad and self._backward:
+            found.register_hook(lambda _: os._exit(9))
+        return found
+
+
+def killed_in_forward(ranks: Ranks, folder: Path) -> None:
+    _killed(ranks, folder, backward=False)
+
+
+def killed_in_backward(ranks: Ranks, folder: Path) -> None:
+    _killed(ranks, folder, backward=True)
+
+
+def killed_in_checkpoint(ranks: Ranks, folder: Path) -> None:
+    _killed(ranks, folder)
+
+
+def _killed(ranks: Ranks, folder: Path, *, backward: bool | None = None) -> None:
+    """The last rank is; the others are not left waiting for it."""
+    assert ranks.experts is not None
+    _, several = _both(folder, ranks, model=EXPERTS)
+    last = ranks.rank == ranks.world - 1
+    if backward is not None and last:
+        ranks.experts.group = _Dying(ranks.experts.group, backward=backward)
+    if backward is not None:
+        with pytest.raises(RuntimeError, match=r"[Cc]onnection|[Tt]imed out"):
+            several.accumulate(make_groups(3))
+        return
+    several.accumulate(make_groups(3))
+    several.step()
+    if last:
+        os._exit(9)
+    with pytest.raises(RuntimeError, match=r"[Cc]onnection|[Tt]imed out"):
+        checkpoint.save(several, folder / "killed", MANIFEST, model_path=folder / EXPERTS, keep=1)
+    assert checkpoint.numbered(folder / "killed") == []
+
+
+def arrival(ranks: Ranks, folder: Path) -> None:
+    ranks.fence()
 
 
 def bf16_gradients(ranks: Ranks, folder: Path) -> None:

@@ -71,6 +71,16 @@ def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "scene",
+    [rank_scenarios.killed_in_forward, rank_scenarios.killed_in_backward, rank_scenarios.killed_in_checkpoint],
+)
+def test_nobody_waits_for_a_rank_that_was_killed(scene: Scene, tmp_path: Path) -> None:
+    played = play(2, (rank_scenarios.arrival, scene), _models(tmp_path), context=2, experts=2)
+    assert played[scene.__name__] == ["", "not played"]
+
+
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_degrees(tmp_path: Path) -> None:
     _play(_models(tmp_path), (rank_scenarios.leave_checkpoint,), 2, context=2, experts=2)
     for world, context, experts in ((3, 1, 1), (2, 1, 2), (4, 2, 2)):
