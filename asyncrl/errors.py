@@ -69,6 +69,12 @@ class ActorError(AsyncRLError, RuntimeError):
     """Whether its process is being made anew."""
 
 
+class RankError(AsyncRLError, RuntimeError):
+    """Ranks of a trainer do not compute the same; nothing was trained on. The message names them."""
+
+    exit_code = 4
+
+
 class StallError(AsyncRLError, TimeoutError):
     """A wait passed its deadline; the message says what it waited for."""
 

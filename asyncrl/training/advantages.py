@@ -138,7 +138,7 @@ class TokenAdvantages:
         """Over the shares of all ranks."""
         if self._ranks.world == 1:
             return whitened(advantages)
-        mine = b"".join(part.cpu().numpy().tobytes() for part in advantages)
+        mine = b"".join(part.cpu().numpy().tobytes() for part in advantages if self._ranks.reports)
         parts = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in self._ranks.exchange(mine) if part]
         everything = torch.cat(parts)
         return [standardized(part, everything.to(part.device)) for part in advantages]

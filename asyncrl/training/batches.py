@@ -23,9 +23,11 @@ import torch
 
 from asyncrl.data.episodes import Path, Places, Tree, predicting_tree
 from asyncrl.errors import RouteError
+from asyncrl.models.collectives import RankGroup
 from asyncrl.models.layers import Indices
 from asyncrl.models.policy import Packing
 from asyncrl.models.routes import Routes, RouteShape
+from asyncrl.training.distributed.context import Part
 from asyncrl.types import GIVEN, Floats, Group, Ints, Slot, Trajectory
 
 
@@ -128,11 +130,24 @@ class PackedBatch:
     """Nothing to learn from: it is computed because the other ranks compute."""
     routes_T_L_C: torch.Tensor | None = None
     """The experts of each token, where they are replayed (`asyncrl.models.routes`)."""
+    part: Part | None = None
+    """This rank's, where several share the batch."""
+
+    @property
+    def here(self) -> Part:
+        """What this rank computes of it."""
+        if self.part is not None:
+            return self.part
+        return Part(self.tokens_T, self.positions_T, self.predict_L, self.target_L, self.routes_T_L_C)
+
+    def shared(self, group: RankGroup) -> "PackedBatch":
+        """Of a batch on the host: the ranks of the group compute it together."""
+        return replace(self, part=self.here.of(group))
 
     def to(self, device: torch.device) -> "PackedBatch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **moved)
+        return replace(self, **moved, part=None if self.part is None else self.part.to(device))
 
     @property
     def lengths(self) -> list[int]:

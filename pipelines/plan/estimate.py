@@ -234,12 +234,15 @@ def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint,
 
 def _largest_batch(run: Run, prompt: int) -> Batch:
     """Groups of full-length completions, as many as the budget holds; a single completion may be longer than it. Models
-    of transformers have a prompt for each completion, and are estimated in any case."""
-    answer, budget = run.rollout.max_tokens, run.trainer.token_budget
+    of transformers have a prompt for each completion, and are estimated in any case. Ranks that share a batch have as
+    many times the budget, and each its part."""
+    context = run.trainer.context_parallel
+    answer, budget = run.rollout.max_tokens, context * run.trainer.token_budget
     together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
     block = prompt + together * answer
     everything = run.samples_per_step // run.rollout.group_size * (prompt + run.rollout.group_size * answer)
-    return Batch(max(block, min(budget, everything)), spread=together * (prompt + answer) / block)
+    tokens = -(-max(block, min(budget, everything)) // context)
+    return Batch(tokens, spread=together * (prompt + answer) / block)
 
 
 def size(count: float) -> str:

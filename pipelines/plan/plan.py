@@ -20,6 +20,7 @@ from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError, UserCodeError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
 from asyncrl.models.config import ModelConfig
+from asyncrl.models.degrees import degree_problems
 from asyncrl.models.routes import replayed_shape
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
@@ -168,6 +169,7 @@ def _model(run: Run) -> Iterator[str]:
             f"{run.rollout.max_tokens}: set engine.max_length={whole}, or lower rollout.max_tokens{_named(run)}"
         )
     yield from backend.problems(run, model, whole)
+    yield from degree_problems(run.trainer, model)
     if model.backend == "native":
         yield from _own_decoder(run, model, whole)
     elif model.experts is not None:
