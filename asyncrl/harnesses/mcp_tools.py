@@ -1,9 +1,9 @@
 """Tools of an MCP server, for a harness: shown to the model in OpenAI's form, and called with what it wrote.
 
-    async with mcp_tools([sys.executable, "my_server.py"]) as tools:
-        reply = await client.chat.completions.create(model=access.model, messages=messages, tools=tools.shown)
-        for call in reply.choices[0].message.tool_calls or ():
-            messages.append(await tools.answer(call))
+async with mcp_tools([sys.executable, "my_server.py"]) as tools:
+    reply = await client.chat.completions.create(model=access.model, messages=messages, tools=tools.shown)
+    for call in reply.choices[0].message.tool_calls or ():
+        messages.append(await tools.answer(call))
 """
 
 import json

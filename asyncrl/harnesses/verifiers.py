@@ -63,12 +63,16 @@ def reward(prompt: str, completion: str, answer: str) -> float:
 def _outcome(episode: Any, access: Access) -> Outcome:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        raise RuntimeError(f"the environment failed: {errors[-1].type}: {errors[-1].message}" if errors else "it failed")
+        raise RuntimeError(
+            f"the environment failed: {errors[-1].type}: {errors[-1].message}" if errors else "it failed"
+        )
     frozen = [trace for trace in episode.traces if not trace.agent.trainable]
     for trace in frozen:
         if trace.agent.config.client.base_url == access.url:
             name = trace.agent.name
-            raise RuntimeError(f"agent {name!r} is not trained and samples from the policy; set task.args.{name}.client")
+            raise RuntimeError(
+                f"agent {name!r} is not trained and samples from the policy; set task.args.{name}.client"
+            )
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         return Outcome(reward=sum(trace.reward for trace in trained) / len(trained))

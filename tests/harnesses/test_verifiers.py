@@ -4,8 +4,6 @@ beside the newest clients of OpenAI and MCP, which the other tests need: `make t
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,10 @@ from asyncrl.tasks.registry import make_task
 from asyncrl.user_code.agents import Outcome
 from asyncrl.user_code.score import Score
 from tests.support import needs
+from tests.support.agent_examples import EXAMPLES, run_example
 from tests.support.gateways import RunningGateway, Script, running_gateway
-from tests.support.tiny_chat import tiny_chat_model
 
 pytest.importorskip("verifiers", reason=needs.package("verifiers"))
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SUMS = VerifiersTask(environment="own_taskset", held_out=0.1)
 
 
@@ -133,8 +130,4 @@ def test_only_its_own_harness_plays_it() -> None:
 
 @pytest.mark.slow
 def test_the_example_trains(tmp_path: Path) -> None:
-    model = tiny_chat_model(tmp_path / "model")
-    command = [sys.executable, str(EXAMPLES / "own_taskset.py"), str(model)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "3 steps" in done.stdout
+    run_example("own_taskset.py", tmp_path)
