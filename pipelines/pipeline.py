@@ -99,8 +99,8 @@ class Pipeline:
         }
         if environment is not None:
             raw["environment"] = self._called("environment", environment)
-        if agent is not None:
-            raw["agent"] = self._called("agent", agent)
+        if agent is not None or task.harness:
+            raw["agent"] = self._called("agent", task.harness if agent is None else agent)
         self.config: Run = load(raw)
         """Every setting, checked."""
 
