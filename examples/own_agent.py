@@ -2,7 +2,7 @@
 mistake right, from where it goes on.
 
 asyncrl run experiment=quickstart agent.function=examples/own_agent.py:agent rollout.max_tokens=160 \
-            task.median_size=5 trainer.lr=6e-4 steps=40
+            task.median_size=5 trainer.lr=6e-4 trainer.decay_steps=25 steps=50
 """
 
 import re
