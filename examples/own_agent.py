@@ -2,7 +2,7 @@
 mistake right, from where it goes on.
 
 asyncrl run experiment=quickstart agent.function=examples/own_agent.py:agent rollout.max_tokens=160 \
-            task.median_size=5 trainer.lr=6e-4 steps=40
+            task.median_size=5 trainer.lr=6e-4 trainer.decay_steps=25 steps=50
 """
 
 import re
@@ -31,13 +31,14 @@ def calculator(prompt: str, written: str) -> str:
 async def agent(prompt: str, answer: str, access: Access) -> str:
     client = OPENAI.with_options(base_url=access.url, api_key=access.key)
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
-    written = checked = ""
+    written = checked = end = ""
     for _ in range(CALLS):
         reply = (await client.chat.completions.create(model=access.model, messages=messages)).choices[0]
         written = checked + (reply.message.content or "")
+        end = "$" if reply.finish_reason == "stop" else ""  # the model's end token, which replies come without
         checked = calculator(prompt, written)
-        if checked == written or reply.finish_reason == "length":
+        if checked == written or not end:
             break
         messages.append({"role": "assistant", "content": reply.message.content})
         messages.append({"role": "user", "content": "=" + checked})
-    return written + "$" * (reply.finish_reason == "stop")
+    return written + end

@@ -79,7 +79,7 @@ def test_own_game(tmp_path: Path, model: Path) -> None:
 def test_the_quickstart_model_learns_as_an_agent(tmp_path: Path, max_staleness: int) -> None:
     """As docs/agents.md shows it, warm start included: held-out, sampled, 30 points more. That two such runs are within
     3 points of each other, 256 held-out prompts could not tell; docs/benchmarks.md has it of 1,024."""
-    settings = ("rollout.max_tokens=160", "task.median_size=5", "trainer.lr=6e-4", "steps=40")
+    settings = ("rollout.max_tokens=160", "task.median_size=5", "trainer.lr=6e-4", "trainer.decay_steps=25", "steps=50")
     agent = f"agent.function={EXAMPLES / 'own_agent.py'}:agent"
     where = (f"root={tmp_path}", "name=run", "cluster=inprocess", f"max_staleness={max_staleness}")
     done = asyncrl("run", "experiment=quickstart", agent, *settings, *where)
@@ -88,7 +88,7 @@ def test_the_quickstart_model_learns_as_an_agent(tmp_path: Path, max_staleness: 
     assert result["eval_last"] - result["eval_first"] >= 0.3
     assert result["staleness_max"] <= max_staleness
     assert result["ledger"]["dropped"] == {}
-    assert abs(result["mismatch_kl"]) < 1e-3
+    assert abs(result["mismatch_kl"]) < (1e-2 if max_staleness else 1e-6)
 
 
 def _range(trajectory: Trajectory, turn: int) -> tuple[int, int]:
