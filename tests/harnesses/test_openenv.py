@@ -122,5 +122,5 @@ def test_a_server_and_what_it_refuses() -> None:
         async def wrong(access: Access) -> Outcome:
             return await play(url, "Guess.", access, action="text", shown="observation")
 
-        with pytest.raises(KeyError, match="no field 'observation'; it has .*hint"):
+        with pytest.raises(KeyError, match=r"no field 'observation'; it has .*hint"):
             _played(Script("5"), wrong)
