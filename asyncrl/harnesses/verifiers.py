@@ -19,7 +19,6 @@ from asyncrl.user_code.score import Score
 
 EPISODES = 100
 """That one server plays. It keeps a client for each endpoint, and each episode has an endpoint of its own."""
-LOCAL = {"type": "subprocess"}
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -85,9 +84,9 @@ def environment_config(environment: str, args: Mapping[str, Any]) -> Any:
     for role, default in _roles(loaders.env_config_type(environment, chosen.get("id", ""))).items():
         given = chosen.setdefault(role, {})
         if "runtime" not in given and "runtime" not in default.model_fields_set:
-            given["runtime"] = LOCAL
-        own = default.harness is not None or loaders.default_harness_id(environment) == environment
-        if "harness" not in given and not own:
+            given["runtime"] = {"type": "subprocess"}
+        bundled = default.harness is not None or loaders.default_harness_id(environment) == environment
+        if "harness" not in given and not bundled:
             given["harness"] = {"id": "null"}
     return loaders.resolve_env_config(chosen)
 
