@@ -4,7 +4,6 @@ python examples/openai_agents.py MODEL_DIRECTORY
 """
 
 import sys
-from typing import Any
 
 from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
@@ -35,5 +34,14 @@ def reward(prompt: str, completion: str, answer: str) -> float:
 
 if __name__ == "__main__":
     sums = [(f"{i}+{j}=", str(i + j)) for i in range(10) for j in range(10)]
-    settings: Any = {"steps": 3, "rollout": {"group_size": 4, "max_tokens": 512}}
-    print(Pipeline(model=sys.argv[1], prompts=sums, agent=agent, reward=reward, **settings).run())
+    run = Pipeline(
+        model=sys.argv[1],
+        prompts=sums,
+        agent=agent,
+        reward=reward,
+        steps=3,
+        rollout={"group_size": 4, "max_tokens": 512},
+        flow={"groups_per_step": 2, "groups_per_take": 1},
+        evaluation={"prompts": 4, "every": 0},
+    )
+    print(run.run())

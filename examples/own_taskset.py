@@ -54,5 +54,6 @@ if __name__ == "__main__":
     from asyncrl.config.task import VerifiersTask
     from pipelines.pipeline import Pipeline
 
-    task = VerifiersTask(environment="own_taskset")
-    print(Pipeline(model=sys.argv[1], prompts=task, steps=3, rollout={"group_size": 4, "max_tokens": 256}).run())
+    task, flow = VerifiersTask(environment="own_taskset"), {"groups_per_step": 2, "groups_per_take": 1}
+    settings = {"steps": 3, "rollout": {"group_size": 4, "max_tokens": 512}, "flow": flow}
+    print(Pipeline(model=sys.argv[1], prompts=task, evaluation={"prompts": 4, "every": 0}, **settings).run())

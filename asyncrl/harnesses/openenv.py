@@ -8,7 +8,7 @@ answer.
 import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from asyncrl.system.optional import require
 from asyncrl.user_code.agents import Access, Outcome
@@ -43,7 +43,10 @@ async def play(
     `score` makes the reward of the steps' rewards, such as `sum` or `lambda rewards: rewards[-1]`.
     """
     openai = require("openai", extra="openenv")
-    acts = action if callable(action) else cast(Callable[[str], Any], lambda text: {action: text})
+
+    def act(text: str) -> Any:
+        return action(text) if callable(action) else {action: text}
+
     shows: Shown = shown if callable(shown) else lambda observation: _field(observation, shown)
     async with _opened(environment) as opened, openai.AsyncOpenAI(base_url=access.url, api_key=access.key) as client:
         step = _step(await _result(opened, "reset", **(reset or {})))
@@ -54,7 +57,7 @@ async def play(
                 break
             reply = await client.chat.completions.create(model=access.model, messages=messages)
             said = reply.choices[0].message.content or ""
-            step = _step(await _result(opened, "step", acts(said)))
+            step = _step(await _result(opened, "step", act(said)))
             rewards.append(float(step.reward or 0.0))
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shows(step.observation)}]
             if reply.choices[0].finish_reason == "length":  # no room is left, or the turn was cut off

@@ -19,7 +19,6 @@ from asyncrl.user_code.score import Score
 
 EPISODES = 100
 """That one server plays. It keeps a client for each endpoint, and each episode has an endpoint of its own."""
-LOCAL = {"type": "subprocess"}
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -61,28 +60,19 @@ def reward(prompt: str, completion: str, answer: str) -> float:
 
 
 def _outcome(episode: Any, access: Access) -> Outcome:
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        raise RuntimeError(
-            f"the environment failed: {errors[-1].type}: {errors[-1].message}" if errors else "it failed"
-        )
-    frozen = [trace for trace in episode.traces if not trace.agent.trainable]
-    for trace in frozen:
-        if trace.agent.config.client.base_url == access.url:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError("; ".join(["the environment failed", *(f"{each.type}: {each.message}" for each in errors)]))
+    for trace in episode.traces:
+        if not trace.agent.trainable and trace.agent.config.client.base_url == access.url:
             name = trace.agent.name
-            raise RuntimeError(
-                f"agent {name!r} is not trained and samples from the policy; set task.args.{name}.client"
-            )
+            raise RuntimeError(f"agent {name!r} is not trained, yet plays as the policy: set task.args.{name}.client")
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         return Outcome(reward=sum(trace.reward for trace in trained) / len(trained))
-    parts = {_name(name): each.value for name, each in trained[0].rewards.items() if each is not None}
+    found = {name: each.value for name, each in trained[0].rewards.items() if each is not None}
+    parts = {re.sub(r"[^a-z0-9_]+", "_", name.lower())[:40]: value for name, value in found.items()}
     return Outcome(reward=Score(trained[0].reward, parts if len(parts) <= MOST else {}))
-
-
-def _name(reward: str) -> str:
-    """As a column may be called."""
-    return re.sub(r"[^a-z0-9_]+", "_", reward.lower())[:40]
 
 
 def environment_config(environment: str, args: Mapping[str, Any]) -> Any:
@@ -94,9 +84,9 @@ def environment_config(environment: str, args: Mapping[str, Any]) -> Any:
     for role, default in _roles(loaders.env_config_type(environment, chosen.get("id", ""))).items():
         given = chosen.setdefault(role, {})
         if "runtime" not in given and "runtime" not in default.model_fields_set:
-            given["runtime"] = LOCAL
-        own = default.harness is not None or loaders.default_harness_id(environment) == environment
-        if "harness" not in given and not own:
+            given["runtime"] = {"type": "subprocess"}
+        bundled = default.harness is not None or loaders.default_harness_id(environment) == environment
+        if "harness" not in given and not bundled:
             given["harness"] = {"id": "null"}
     return loaders.resolve_env_config(chosen)
 

@@ -100,7 +100,7 @@ def test_what_fails_in_the_environment_fails_the_episode() -> None:
     with running_gateway() as gateway:
         (error,) = _play(gateway, ("<call>calculate {}</call>",))
     assert isinstance(error, RuntimeError)
-    assert "the environment failed: HarnessError" in str(error)
+    assert "the environment failed; HarnessError" in str(error)
     assert "KeyError" in str(error)
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(environment: str, args:
 def test_only_its_own_harness_plays_it() -> None:
     task = {"type": "verifiers", "environment": "own_taskset"}
     reward = {"function": VerifiersTask.judge}
-    with pytest.raises(ConfigError, match=r"set agent\.function=asyncrl\.harnesses\.verifiers:agent"):
+    with pytest.raises(ConfigError, match=r"set agent.function=asyncrl.harnesses.verifiers:agent"):
         load({"task": task, "reward": reward})
 
 
