@@ -58,10 +58,15 @@ def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
     _play(_models(tmp_path), EXPERT_SCENES, 2, experts=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "context", "experts"),
-    [(2, 2, 2), (4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1), (4, 4, 4)],
+    [
+        *(pytest.param(*degrees, marks=pytest.mark.slow) for degrees in ((2, 2, 2), (4, 2, 2))),
+        *(
+            pytest.param(*degrees, marks=pytest.mark.nightly)
+            for degrees in ((4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 1, 4), (4, 4, 1), (4, 4, 4))
+        ),
+    ],
 )
 def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> None:
     """With four that share a batch, each key/value head is on two of them."""
