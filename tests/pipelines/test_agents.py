@@ -42,19 +42,19 @@ def test_a_program_is_trained(tmp_path: Path, model: Path) -> None:
     assert any(len(each.episode.turns) == 2 for each in _sound(tmp_path, 2) if each.episode)
 
 
-def _kill_engine(run: Path) -> None:
-    """SIGKILL it as soon as there are episodes, in the middle of whatever it samples."""
+def _kill(role: str, run: Path) -> None:
+    """SIGKILL an actor, in the middle of whatever it does."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for process in Path("/proc").iterdir():
             try:
                 ours = process.name.isdigit() and f"ASYNCRL_TEST={run}".encode() in (process / "environ").read_bytes()
-                if ours and (process / "cmdline").read_bytes().startswith(b"ray::RolloutActor"):
+                if ours and (process / "cmdline").read_bytes().startswith(b"ray::" + role.encode()):
                     return os.kill(int(process.name), signal.SIGKILL)
             except OSError:
                 continue
         time.sleep(0.05)
-    raise AssertionError("no engine to kill")
+    raise AssertionError(f"no {role} to kill")
 
 
 @pytest.mark.timeout(550)
@@ -69,7 +69,7 @@ def test_an_engine_is_killed_in_the_middle_of_episodes(
     )
     try:
         _reach(tmp_path, 1)
-        _kill_engine(tmp_path)
+        _kill("RolloutActor", tmp_path)
         output = finish(process, timeout=400)
     finally:
         process.kill()
@@ -103,19 +103,13 @@ def test_the_gateway_is_killed(tmp_path: Path, model: Path, monkeypatch: pytest.
     process = start(tmp_path, model, *SMALL, f"agent.function={harness}:two_turns", "cluster=local", "steps=6")
     try:
         _reach(tmp_path, 2)
-        os.kill(_pid(tmp_path, "gateway"), signal.SIGKILL)
+        _kill("GatewayActor", tmp_path)
         output = finish(process, timeout=500)
     finally:
         process.kill()
     _sound(tmp_path, 6)
     kinds = [event["kind"] for event in read_events(RunDirectory.open(tmp_path / "run").events)]
     assert kinds.count("restart") == 1, output
-
-
-def _pid(root: Path, role: str) -> int:
-    import json
-
-    return json.loads((root / "run" / "actors.json").read_text())[role]
 
 
 def _reach(root: Path, step: int) -> None:
