@@ -55,7 +55,7 @@ test-kernels: $(VENV)/.installed-test
 # In a place of their own, because verifiers needs older clients of OpenAI and MCP than constraints.txt has.
 test-adapters: $(VENV)/.installed-test
 	@$(BIN)/python -m pip install --quiet --quiet --upgrade --target $(VENV)/adapters --no-deps --requirement tests/adapters.txt
-	@PYTHONPATH=$(VENV)/adapters $(BIN)/python -m pytest -q tests/harnesses/test_verifiers.py tests/harnesses/test_openenv.py $(ARGS)
+	@PYTHONPATH=$(CURDIR)/$(VENV)/adapters $(BIN)/python -m pytest -q tests/harnesses/test_verifiers.py tests/harnesses/test_openenv.py $(ARGS)
 
 # On a machine with a GPU and vLLM for it: the same engine tests on CUDA, and what only a GPU can do.
 test-gpu: $(VENV)/.installed
