@@ -12,7 +12,10 @@ PROMPTS = 8
 
 
 def reward_trial(run: Run) -> list[str]:
-    """What it returned, in lines; ConfigError if it fails whatever the completion is."""
+    """What it returned, in lines; ConfigError if it fails whatever the completion is. A harness decides what its reward
+    gets, so beside one nothing is tried."""
+    if run.agent.on:
+        return []
     task = make_task(run.task, run.seed)
     prompts = [task.prompt("train", number) for number in range(min(PROMPTS, run.steps * run.flow.groups_per_step))]
     trying = try_reward(run.reward, prompts, turns=run.environment.on)
