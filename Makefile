@@ -7,6 +7,7 @@
 #   make docs                     docs/ as a site in site/; a broken link fails
 #   make test-cluster             `ray up` of three nodes on loopback addresses, as root
 #   make test-kernels             the GPU's kernels without a GPU, in Triton's interpreter
+#   make test-adapters            harnesses of verifiers and OpenEnv, which need other versions than the other tests
 #   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
 #   make soak                     random faults on quickstart runs for SOAK_MINUTES=30, which must still learn
 #   make bench-NAME               benchmarks/NAME.py
@@ -21,7 +22,7 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SOAK_MINUTES ?= 30
 
-.PHONY: install quickstart test test-all test-nightly test-cluster test-kernels test-gpu soak docs lint format
+.PHONY: install quickstart test test-all test-nightly test-cluster test-kernels test-adapters test-gpu soak docs lint format
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -50,6 +51,11 @@ test-cluster: $(VENV)/.installed-test
 test-kernels: $(VENV)/.installed-test
 	@$(BIN)/python -m pip install --quiet --quiet --upgrade --target $(VENV)/interpreter --no-deps triton==3.6.0 numpy==2.3.5
 	@PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -q tests/engines/test_cuda_kernels.py -k interpreter $(ARGS)
+
+# In a place of their own, because verifiers needs older clients of OpenAI and MCP than constraints.txt has.
+test-adapters: $(VENV)/.installed-test
+	@$(BIN)/python -m pip install --quiet --quiet --upgrade --target $(VENV)/adapters --no-deps --requirement tests/adapters.txt
+	@PYTHONPATH=$(CURDIR)/$(VENV)/adapters $(BIN)/python -m pytest -q tests/harnesses/test_verifiers.py tests/harnesses/test_openenv.py $(ARGS)
 
 # On a machine with a GPU and vLLM for it: the same engine tests on CUDA, and what only a GPU can do.
 test-gpu: $(VENV)/.installed

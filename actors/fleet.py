@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from actors.buffer import BufferActor
+from actors.gateway.actor import GatewayActor
 from actors.publisher import DrafterLink, Publisher
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
@@ -39,6 +40,19 @@ class Fleet:
     publisher: Publisher
     factory: "EngineFactory"
     drafter: DrafterLink | None = None
+    gateway: GatewayActor | None = None
+    """Of a run of an agent."""
+
+    @property
+    def unique(self) -> dict[str, object]:
+        """By role, those of which a run has one and cannot do without."""
+        gateway = {"gateway": self.gateway} if self.gateway is not None else {}
+        return {"buffer": self.buffer, "reward": self.reward, **gateway}
+
+    @property
+    def callers(self) -> list[RewardActor | GatewayActor]:
+        """Those that call the user's functions."""
+        return [self.reward] if self.gateway is None else [self.reward, self.gateway]
 
     async def close(self) -> tuple[LedgerCounts | None, dict[str, int]]:
         """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not. Returns
@@ -48,8 +62,9 @@ class Fleet:
         is last: the others may still have something for it.
         """
         drafters = [self.drafter] if self.drafter is not None else []
+        gateways = [self.gateway] if self.gateway is not None else []
         engines = [self.state.handles[name] for name in self.state.participants]
-        for together in (engines, [self.reward, *drafters, self.trainer]):
+        for together in (engines, [self.reward, *gateways, *drafters, self.trainer]):
             await asyncio.gather(*(_close(actor.close()) for actor in together))
         return await _close(self.buffer.close()) or (None, {})
 
@@ -78,7 +93,7 @@ ANSWER_S = 10.0
 
 async def write_pid_file(fleet: Fleet, path: Path) -> None:
     """`path` gets the process ids by role, of the actors that answer. A restarted process has another one."""
-    actors = {"buffer": fleet.buffer, "reward": fleet.reward, **ranks_of(fleet.trainer), **fleet.state.handles}
+    actors = {**fleet.unique, **ranks_of(fleet.trainer), **fleet.state.handles}
     answers = await asyncio.to_thread(probe, actors, _own_pid, ANSWER_S)
     pids = {name: pid for name, pid in answers.items() if isinstance(pid, int)}
     replace(path, msgspec.json.encode({"driver": os.getpid(), **pids}))

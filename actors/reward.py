@@ -1,18 +1,18 @@
 """The reward actor: scores completions, and runs the user's environments and stages."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
 
-from asyncrl.config.user_code import Called, Environment, Reward, Stages, stages
+from asyncrl.config.user_code import Environment, Reward, Stages, stages
 from asyncrl.drop_reasons import stage_reason
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.user_code.environments import Conversation
-from asyncrl.user_code.in_process import make_pool
+from asyncrl.user_code.failures import Failures
+from asyncrl.user_code.in_process import AnyPool, make_pool
 from asyncrl.user_code.pool import check_function
 from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult, RewardStats
 from asyncrl.user_code.score import Score
@@ -29,8 +29,6 @@ class RewardActor:
         self._environment = environment or Environment()
         self._answering = make_pool(self._environment)
         self._stages = [(stage, make_pool(stage)) for stage in stages(after)]
-        self._told: set[str] = set()
-        self._closed = False
         self._activity = Activity()
 
     async def start(self) -> None:
@@ -40,17 +38,11 @@ class RewardActor:
             await asyncio.to_thread(check_function, settings)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        results = await self._activity.during(f"scoring {len(inputs)} samples", self._pool.score(inputs))
-        for result in results:
-            if isinstance(result, RewardFailure):
-                self._tell(self._settings, result)
-        return results
+        return await self._activity.during(f"scoring {len(inputs)} samples", self._pool.score(inputs))
 
     async def respond(self, talk: Conversation) -> str | RewardFailure | None:
         """What the environment says next; None when the conversation is over."""
         (said,) = await self._activity.during("a turn of the environment", self._answering.score([talk]))
-        if isinstance(said, RewardFailure):
-            self._tell(self._environment, said)
         return said
 
     async def stage(self, samples: Sequence[Sample]) -> list[RewardResult]:
@@ -64,31 +56,34 @@ class RewardActor:
             given = [samples[index].rewarded(result) for index, result in passing.items()]
             (verdicts,) = await self._activity.during(f"stage {stage.function}", pool.score([given]))
             if isinstance(verdicts, RewardFailure):
-                self._tell(stage, verdicts)
                 verdicts = [verdicts] * len(passing)
             for index, verdict in zip(passing, verdicts, strict=True):
                 results[index] = _dropped(verdict) if isinstance(verdict, Drop) else verdict
         self._pool.stats.waited_seconds += len(samples) * (time.monotonic() - came)  # as long as a slow reward would
         return results
 
-    def _tell(self, settings: Called, failure: RewardFailure) -> None:
-        """Say why at the first sample of each kind that is lost: a run in which all are lost never comes to a step."""
-        if failure.reason not in self._told and not self._closed:
-            self._told.add(failure.reason)
-            print(f"{settings.function}: {failure.reason}: {failure.message}", file=sys.stderr, flush=True)
+    async def failures(self) -> Failures:
+        """The first failures of each function, and whether one of them fails always."""
+        records = [pool.record for pool in self._pools]
+        first = tuple(failure for record in records for failure in record.first)
+        return Failures(first=first, always=next(filter(None, (record.always for record in records)), ""))
+
+    @property
+    def _pools(self) -> list[AnyPool]:
+        return [self._pool, self._answering, *(pool for _, pool in self._stages)]
 
     async def stats(self) -> RewardStats:
         return self._pool.stats
 
     def situation(self) -> Situation:
-        said = self._activity.situation()
-        pool = self._pool
-        return msgspec.structs.replace(said, judging=pool.judging, queued=pool.queued, dropped=pool.failing)
+        said, pool = self._activity.situation(), self._pool
+        failures = {failure.reason: failure.message for each in self._pools for failure in each.record.first}
+        return msgspec.structs.replace(
+            said, judging=pool.judging, queued=pool.queued, dropped=pool.failing, failures=failures
+        )
 
     async def close(self) -> None:
-        self._closed = True
-        pools = [self._pool, self._answering, *(pool for _, pool in self._stages)]
-        await asyncio.gather(*(pool.close() for pool in pools))
+        await asyncio.gather(*(pool.close() for pool in self._pools))
 
 
 def _dropped(verdict: Drop) -> RewardFailure:

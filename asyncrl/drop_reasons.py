@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-UserFunction = Literal["reward", "environment", "stage"]
+UserFunction = Literal["reward", "environment", "agent", "stage"]
 Failure = Literal["error", "timeout", "invalid"]
 
 
@@ -39,6 +39,9 @@ class DropReason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_INVALID = "environment_invalid"
+    AGENT_ERROR = "agent_error"
+    AGENT_TIMEOUT = "agent_timeout"
+    AGENT_INVALID = "agent_invalid"
     STAGE_ERROR = "stage_error"
     STAGE_TIMEOUT = "stage_timeout"
     STAGE_INVALID = "stage_invalid"
@@ -89,7 +92,7 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.REWARD_ERROR: Description(
         "the reward function failed",
         "the reward function raised an exception, could not be imported, or its process died",
-        "fix the function: its first error is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows its first error",
     ),
     DropReason.REWARD_TIMEOUT: Description(
         "the reward function took too long",
@@ -99,12 +102,12 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.REWARD_INVALID: Description(
         "the reward was no number",
         "the reward function returned neither a finite number nor valid parts",
-        "fix the function: the first invalid value is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows the first invalid value",
     ),
     DropReason.ENVIRONMENT_ERROR: Description(
         "the environment failed",
         "the environment function raised an exception, could not be imported, or its process died",
-        "fix the function: its first error is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows its first error",
     ),
     DropReason.ENVIRONMENT_TIMEOUT: Description(
         "the environment took too long",
@@ -114,12 +117,27 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.ENVIRONMENT_INVALID: Description(
         "the environment gave no text",
         "the environment function returned no text and not None, or text that the chat template cannot hold as a turn",
-        "fix the function: the first invalid value is on stderr",
+        "fix the function: `asyncrl query RUN failures` shows the first invalid value",
+    ),
+    DropReason.AGENT_ERROR: Description(
+        "the agent failed",
+        "the harness raised an exception, could not be imported, ended with an error, or its process died",
+        "fix the harness: `asyncrl query RUN failures` shows its first error",
+    ),
+    DropReason.AGENT_TIMEOUT: Description(
+        "the agent took too long",
+        "the episode took longer than `agent.timeout_s` and was ended",
+        "make the harness faster, or raise `agent.timeout_s`",
+    ),
+    DropReason.AGENT_INVALID: Description(
+        "the agent gave no result",
+        "the harness returned something that is no result, or sampled nothing",
+        "fix the harness: `asyncrl query RUN failures` shows the first invalid value",
     ),
     DropReason.STAGE_ERROR: Description(
         "a stage failed",
         "a stage raised an exception, could not be imported, or its process died; this drops every sample of the call",
-        "fix the stage: its first error is on stderr",
+        "fix the stage: `asyncrl query RUN failures` shows its first error",
     ),
     DropReason.STAGE_TIMEOUT: Description(
         "a stage took too long",
@@ -129,7 +147,7 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     DropReason.STAGE_INVALID: Description(
         "a stage returned no verdict",
         "a stage did not return one `Sample` or `Drop` for each sample; this drops every sample of the call",
-        "fix the stage: the first invalid value is on stderr",
+        "fix the stage: `asyncrl query RUN failures` shows the first invalid value",
     ),
     DropReason.STAGE: Description(
         "by your stage",
@@ -137,6 +155,14 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
         "nothing, if the stage is right; otherwise change the stage",
     ),
 }
+CALL_CUT_OFF = "call_cut_off"
+"""Of tokens that no sample was dropped for: they are wasted in an episode that goes on."""
+_CUT_OFF = Description(
+    "calls that were cut off",
+    "the harness gave up a call before it was answered, so what had been sampled for it belongs to no turn; the "
+    "episode went on",
+    "look at the timeouts of the harness's client, and at what it cancels",
+)
 _BY_VALUE: Mapping[str, DropReason] = {reason.value: reason for reason in DropReason}
 
 
@@ -156,6 +182,8 @@ def find(recorded: str) -> DropReason | None:
 
 def describe(recorded: str) -> Description:
     """What a recorded reason means, whoever gave it."""
+    if recorded == CALL_CUT_OFF:
+        return _CUT_OFF
     reason = find(recorded)
     if reason is None:
         return Description(recorded.replace("_", " "), "the release that reads it does not know this reason", "")

@@ -26,6 +26,10 @@ class CheckpointError(AsyncRLError, ValueError):
     """A model or training checkpoint cannot be used as asked."""
 
 
+class ChatError(AsyncRLError, ValueError):
+    """Messages of a harness that the model's chat template cannot show; the message says why."""
+
+
 class RouteError(AsyncRLError, ValueError):
     """A sample lacks the routes that are to be replayed, or they are not those of its tokens; the message names it."""
 
@@ -65,6 +69,12 @@ class ActorError(AsyncRLError, RuntimeError):
     """Whether its process is being made anew."""
 
 
+class RankError(AsyncRLError, RuntimeError):
+    """Ranks of a trainer do not compute the same; nothing was trained on. The message names them."""
+
+    exit_code = 4
+
+
 class StallError(AsyncRLError, TimeoutError):
     """A wait passed its deadline; the message says what it waited for."""
 
@@ -87,6 +97,12 @@ class Fp8Error(DivergenceError):
     """Completions in FP8 are further off than the run allows, which is to start again without FP8."""
 
 
+class UserCodeError(AsyncRLError, RuntimeError):
+    """A function of the user's fails whenever it is called; the message shows the first call and its error."""
+
+    exit_code = 12
+
+
 class StoppedError(AsyncRLError, InterruptedError):
     """The run was asked to end, by a signal, and has; the message says how it goes on."""
 
@@ -103,3 +119,10 @@ class ClusterError(AsyncRLError, ConnectionError):
     """A cluster could not be brought up, reached or taken down; the message says at which stage."""
 
     exit_code = 9
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Task groups wrap errors; a message, and who decides by the kind of error, need the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -156,6 +156,42 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
         return len(self.token_bytes) // 4
 
 
+class Branch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A place where the tokens of an episode do not go on from the token before them."""
+
+    start: int
+    """Of its first token in the trajectory."""
+    after: int
+    """The token that it goes on from, having seen all that this one saw; -1: from nothing."""
+    cause: str = ""
+    """Why the call did not continue what was sampled before it, such as `history_edited`."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the model sampled in one call of an episode."""
+
+    start: int
+    stop: int
+    reward: float = 0.0
+    """Its own, on top of the episode's."""
+    tool_calls: int = 0
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a trajectory of a harness has beside its tokens: a tree of turns, each token in it once."""
+
+    branches: tuple[Branch, ...] = ()
+    """In the order of their tokens; none: each call continued the one before it."""
+    turns: tuple[Turn, ...] = ()
+    """In the order of their tokens; every sampled token is in one."""
+    model_s: float = 0.0
+    """Seconds in which at least one call was being sampled."""
+    tools_s: float = 0.0
+    """Seconds between calls: the harness and its tools."""
+    wasted_tokens: int = 0
+    """Sampled and not trained: of calls that were cut off."""
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One finished sample. Times are seconds of the wall clock."""
 
@@ -171,6 +207,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     precision: str = "fp32"
     parts: dict[str, float] = {}
     """What the reward is made of, where its function says so."""
+    episode: Episode | None = None
+    """Of a harness."""
 
     @property
     def tokens(self) -> Ints:
@@ -195,6 +233,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         holds the routes from where the one before it ended up to its own last token, which has none yet: in front of
         its own tokens those of the prompt, of what was given since, and of the last token before an update."""
         return b"".join([segment.route_bytes for segment in self.segments])
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return () if self.episode is None else self.episode.branches
 
     @property
     def sampled_tokens(self) -> int:
@@ -319,6 +361,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     routed: int = 0
     """So many of the first `tokens` have their routes from the engine that fed them first; those of the others are
     returned."""
+
+    def after(self, sampled: Sequence[Segment]) -> "Request":
+        """The rest, behind what was sampled of it."""
+        said = [token for segment in sampled for token in segment.tokens.tolist()]
+        return msgspec.structs.replace(self, tokens=(*self.tokens, *said), resumed=self.resumed + len(said))
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):

@@ -310,7 +310,7 @@ def _rows(rows: Sequence[tuple[np.ndarray, Answer]]) -> tuple[torch.Tensor, torc
     for row, (prompt, answer) in enumerate(rows):
         both = torch.from_numpy(np.concatenate([prompt, answer.tokens]).astype(np.int64))
         tokens_B_T[row, : len(both) - 1], target_B_T[row, : len(both) - 1] = both[:-1], both[1:]
-        weight_B_T[row, len(prompt) - 1 : len(both) - 1] = answer.advantage
+        weight_B_T[row, len(prompt) - 1 : len(both) - 1] = float(answer.advantages[0])
     return tokens_B_T, target_B_T, weight_B_T
 
 

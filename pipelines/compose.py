@@ -22,12 +22,9 @@ from asyncrl.config import Run, load
 from asyncrl.config.errors import did_you_mean
 from asyncrl.engines.registry import choose_engine
 from asyncrl.errors import ConfigError
+from asyncrl.system import quiet
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()
-HYDRAS_OWN: tuple[tuple[str, type[Warning]], ...] = (
-    (r"register_new_resolver\(\) is deprecated", UserWarning),
-    ("Implicit conversion from Version to str at 'hydra.runtime.version_base'", FutureWarning),
-)
 NO_GROUP = "cluster"
 """A plain setting although configs/cluster/ is there: the files in it are Ray's. Hydra would take it for a choice."""
 
@@ -52,10 +49,11 @@ def compose(overrides: Sequence[str]) -> Run:
 
 @contextmanager
 def _without_hydras_own_warnings() -> Generator[None, None, None]:
-    """Those that Hydra 1.3 causes by its own calls of omegaconf 2.4; no others."""
+    """Of omegaconf's parts that Hydra uses, and of Hydra's that we use: each release has others. Nothing else is called
+    inside."""
     with warnings.catch_warnings():
-        for message, category in HYDRAS_OWN:
-            warnings.filterwarnings("ignore", message, category, module=r"hydra\.")
+        if not quiet.verbose():
+            warnings.simplefilter("ignore")
         yield
 
 

@@ -24,7 +24,7 @@ from asyncrl.config.task import (
     ReasoningGymTask,
     TaskSettings,
 )
-from asyncrl.config.user_code import Environment, Stage
+from asyncrl.config.user_code import Agent, Environment, Stage
 from asyncrl.engines.registry import choose_engine
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import keep_here, loaded_file, name_of
@@ -75,6 +75,7 @@ class Pipeline:
         prompts: str | Path | TaskSettings | Function | Iterable[Any],
         reward: Function | str | Reward | None = None,
         environment: Function | str | Environment | None = None,
+        agent: Function | str | Agent | None = None,
         stages: Sequence[Function | str | Stage] = (),
         algorithm: str | Algorithm | Function = "grpo",
         name: str = "",
@@ -98,6 +99,8 @@ class Pipeline:
         }
         if environment is not None:
             raw["environment"] = self._called("environment", environment)
+        if agent is not None or task.harness:
+            raw["agent"] = self._called("agent", task.harness if agent is None else agent)
         self.config: Run = load(raw)
         """Every setting, checked."""
 
@@ -111,9 +114,13 @@ class Pipeline:
 
         from pipelines.plan.plan import preflight
         from pipelines.plan.render import show
+        from pipelines.plan.trial import reward_trial
 
-        show(self.config, Console(highlight=False, markup=False))
+        console = Console(highlight=False, markup=False)
+        show(self.config, console)
         preflight(self.config)
+        for line in reward_trial(self.config):
+            console.print(line, soft_wrap=True)
 
     def run(self) -> Result:
         """Train to the end."""

@@ -24,6 +24,7 @@ from actors.rollout.actor import RolloutActor
 from asyncrl.buffer.reader import read_deliveries, read_failures, read_run
 from asyncrl.buffer.retention import read_pruned
 from asyncrl.config import Run
+from asyncrl.data.episodes import Played, agent_figures, played
 from asyncrl.data.reward_parts import reward_parts
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.checkpoint import save_model
@@ -159,14 +160,19 @@ def _resumed(learner: Learner, start: Path, run: Run) -> Learner:
 
 def _step(learner: Learner, step: int, deliveries: Sequence[Sequence[Group]]) -> Row:
     trained: list[Trajectory] = []
+    parts: list[Played] = []
     for groups in deliveries:
         learner.accumulate(groups)
-        trained.extend(trajectory for group in groups for trajectory in group.trajectories)
+        delivered = [trajectory for group in groups for trajectory in group.trajectories]
+        parts.append(played(delivered))
+        trained += delivered
     ages = [max(0, learner.version - trajectory.oldest_version) for trajectory in trained]
-    return _row(step, learner.step(), trained, ages)
+    return _row(step, learner.step(), trained, parts, ages)
 
 
-def _row(step: int, report: StepReport, trained: Sequence[Trajectory], ages: Sequence[int]) -> Row:
+def _row(
+    step: int, report: StepReport, trained: Sequence[Trajectory], parts: Sequence[Played], ages: Sequence[int]
+) -> Row:
     """What a run's own metrics hold, as far as it depends on the data and the training alone."""
     lengths = [trajectory.sampled_tokens for trajectory in trained]
     return {
@@ -184,6 +190,7 @@ def _row(step: int, report: StepReport, trained: Sequence[Trajectory], ages: Seq
         "staleness_max": max(ages),
         "length_mean": sum(lengths) / len(lengths),
         "length_max": max(lengths),
+        **agent_figures(parts),
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.markup import escape
 
 from actors.fleet import write_pid_file
 from actors.runtime.spawn import Spawner, cluster
@@ -25,6 +26,7 @@ from asyncrl.errors import (
     MissingDependencyError,
     RayError,
     StoppedError,
+    first_cause,
 )
 from asyncrl.fleet.placement import CPU, HERE, Offer
 from asyncrl.observe.environment import environment
@@ -38,11 +40,13 @@ from pipelines.compose import changed, from_yaml, to_yaml
 from pipelines.fleet import cluster_offer
 from pipelines.fleet.place import place
 from pipelines.plan import preflight
+from pipelines.plan.trial import reward_trial
 from pipelines.recording import earlier_settings, summary
 from pipelines.recording.notebook import make_progress
 from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
 from pipelines.supervision import supervisor
+from pipelines.supervision.function_watch import watching_functions
 from pipelines.supervision.ray_watch import heeding_drains, watching_ray
 from pipelines.supervision.stopping import Stopping
 from pipelines.supervision.thread_runner import run_loop
@@ -77,10 +81,11 @@ def train(run: Run) -> int:
     """Train from the start; returns the exit code."""
     preflight(run)
     preflight(run, cluster_offer.look(run))  # a cluster is queried only for a run that is possible
+    tried = reward_trial(run)
     directory = RunDirectory.create(Path(run.root) / run.name)
     with directory.in_use():
         replace(directory.config, to_yaml(run).encode())
-        return _run(run, directory, resumed=False)
+        return _run(run, directory, resumed=False, say=tried)
 
 
 def resume(path: Path, overrides: Sequence[str] = ()) -> int:
@@ -127,8 +132,16 @@ def _changed(run: Run, overrides: Sequence[str]) -> Run:
 
 
 def _run(
-    run: Run, directory: RunDirectory, *, resumed: bool, changes: Sequence[str] = (), damaged: Sequence[str] = ()
+    run: Run,
+    directory: RunDirectory,
+    *,
+    resumed: bool,
+    changes: Sequence[str] = (),
+    damaged: Sequence[str] = (),
+    say: Sequence[str] = (),
 ) -> int:
+    """`say`: what is known already and to be told first."""
+
     def at_exit(status: str, error: str) -> None:
         summary.write(directory, attempt.recorder, status=status, error=error)
 
@@ -140,6 +153,8 @@ def _run(
     supervisor.tell(run, directory.path)
     with owner_only(), make_progress(run) as progress:
         progress.say(f"run directory {directory.path}")
+        for line in say:
+            progress.say(escape(line))
         stopping = Stopping(run, progress.say, lambda reason: at_exit("interrupted", f"StoppedError: {reason}"))
         attempt = _Attempt(run, directory, progress, stopping, resumed=resumed)
         try:
@@ -170,7 +185,7 @@ def _run(
                         attempt = attempt.next()
                     stopping.over()
         except BaseException as error:
-            cause = _first_cause(error)
+            cause = first_cause(error)
             if stopping.explains(cause):
                 cause = StoppedError(_how_to_go_on(directory, stopping.reason))
             status = "interrupted" if isinstance(cause, (KeyboardInterrupt, StoppedError)) else "failed"
@@ -228,7 +243,7 @@ class _Attempt:
         try:
             return run_loop(watchdog.guard(self._stopping.during(training)))
         except (ActorError, Fp8Error, ExceptionGroup) as error:
-            cause = _first_cause(error)
+            cause = first_cause(error)
             if isinstance(cause, Fp8Error):
                 return self._leave_fp8(str(cause))
             if not isinstance(cause, ActorError) or self._number >= run.recovery.max_restarts or self._stopping.reason:
@@ -268,13 +283,6 @@ class EndlessTask:
             ) from None
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    """Task groups wrap errors; the message should name the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _model(run: Run, directory: RunDirectory, progress: Progress) -> Path:
     """The directory of the starting weights; a warm start is made once and kept with the run."""
     if (given := run.model.directory) is not None:
@@ -310,7 +318,8 @@ async def _train(
         if restore_from:
             await stopping.unless(fleet.trainer.restore(restore_from[1]))
         task = EndlessTask(make_task(run.task, run.seed), run)
-        async with heeding_drains(run.cluster, fleet, stopping):
+        watching = watching_functions(fleet.callers, recorder, directory.path)
+        async with heeding_drains(run.cluster, fleet, stopping), watching:
             await AsyncGrpo(run, fleet, task, recorder, stopping, first_step=first_step).run()
     finally:
         ledger, waste = await fleet.close()  # before it, engines may still store what they are about to finish

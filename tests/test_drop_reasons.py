@@ -28,6 +28,7 @@ ON_DISK = {
     "timeout", "stale", "uninformative", "group_incomplete", "engine_error", "unverified",
     "reward_error", "reward_timeout", "reward_invalid",
     "environment_error", "environment_timeout", "environment_invalid",
+    "agent_error", "agent_timeout", "agent_invalid",
     "stage_error", "stage_timeout", "stage_invalid", "stage",
 }  # fmt: skip
 """As directories of earlier releases hold them."""
@@ -37,7 +38,7 @@ def test_values_are_those_of_earlier_releases() -> None:
     assert {str(reason) for reason in DropReason} == ON_DISK
     assert stage_reason("too_long") == "stage:too_long"
     assert {DropReason.of_function(kind, how) for kind in get_args(UserFunction) for how in get_args(Failure)} == {
-        reason for reason in DropReason if re.match("(reward|environment|stage)_", reason)
+        reason for reason in DropReason if re.match("(reward|environment|agent|stage)_", reason)
     }
 
 

@@ -16,8 +16,11 @@ import msgspec
 from actors.buffer import BufferActor
 from actors.drafter.actor import DrafterActor
 from actors.drafter.hidden_stream import HiddenRollouts
+from actors.gateway.actor import GatewayActor, Play
+from actors.gateway.calls import HELD_OUT
 from actors.reward import RewardActor
 from actors.rollout.delivery import DeliveryQueue, ProgressReporter
+from actors.rollout.episodes import EpisodePlayer
 from actors.rollout.generation import Completion, CompletionGenerator, TokenizedPrompt, batches, tokenize
 from actors.rollout.quarantine import Quarantine
 from asyncrl.config import Run
@@ -28,7 +31,7 @@ from asyncrl.drop_reasons import DropReason
 from asyncrl.engines.base import Engine
 from asyncrl.engines.cooperative import turns
 from asyncrl.engines.registry import build_engine
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import EngineError, WeightSyncError, first_cause
 from asyncrl.fleet.concurrency import gather_seconds
 from asyncrl.observe.diagnosis.activity import RolloutActivity
 from asyncrl.observe.diagnosis.snapshot import Situation
@@ -71,8 +74,10 @@ class RolloutActor:
         reward: RewardActor,
         drafter: DrafterActor | None = None,
         learned: Sequence[Range] = (),
+        gateway: GatewayActor | None = None,
     ) -> None:
-        """`drafter` gets hidden states of some samples; `learned`: what an earlier engine learned about drafting."""
+        """`drafter` gets hidden states of some samples; `learned`: what an earlier engine learned about drafting;
+        `gateway`: who plays episodes, in a run of an agent."""
         self._run = run
         self._name = name
         self._buffer = buffer
@@ -89,11 +94,14 @@ class RolloutActor:
             gather_seconds(engines),
             staged=bool(run.stages),
         )
-        self._progress = ProgressReporter(buffer, engines)
+        self._gateway = gateway
+        self._progress = ProgressReporter(buffer.note if gateway is None else gateway.note, engines)
         self._generator = CompletionGenerator(run, self._engine, self._tokenizer, reward)
         self._quarantine = Quarantine()
         self._evaluations = count()
         self._activity = RolloutActivity()
+        self._episodes: EpisodePlayer | None = None
+        """Once started, in a run of an agent."""
         self._served: WeightManifest | None = None
         """Of the version that the engine serves; none before the first."""
         self._started = False
@@ -101,6 +109,16 @@ class RolloutActor:
     async def start(self) -> None:
         self._started = True
         await self._engine.start()
+        if self._gateway is not None:
+            self._episodes = EpisodePlayer(
+                self._name,
+                self._gateway,
+                self._engine,
+                self._generator,
+                self._quarantine,
+                served=lambda: -1 if self._served is None else self._served.version,
+                samples=self._samples,
+            )
 
     async def started(self) -> bool:
         """Whether this process was told to start before: a restarted one was not."""
@@ -114,7 +132,16 @@ class RolloutActor:
 
         `begun` is what another engine had sampled of some of them before it died or left; they go on from there.
         """
-        known, unfinished = begun or {}, dict[Slot, tuple[Segment, ...]]()
+        try:
+            if self._episodes is not None:
+                await self._play(work, self._episodes)
+            else:
+                await self._complete(work, begun or {})
+        except ExceptionGroup as group:
+            raise first_cause(group) from None  # an EngineError has others continue its samples
+
+    async def _complete(self, work: list[tuple[Ticket, Prompt]], known: Mapping[Slot, tuple[Segment, ...]]) -> None:
+        unfinished = dict[Slot, tuple[Segment, ...]]()
         async with asyncio.TaskGroup() as tasks:
             for some in batches(work):
                 for tokenized in await tokenize(some, self._tokenizer, self._run.rollout):
@@ -132,6 +159,49 @@ class RolloutActor:
         self._generator.leaving = True
         for request in self._quarantine.under_way:
             await self._engine.abort(request)
+        if self._episodes is not None:
+            await self._episodes.leave()
+
+    async def _play(self, work: list[tuple[Ticket, Prompt]], episodes: EpisodePlayer) -> None:
+        """The same for episodes. How far they have come is the gateway's to know."""
+        async with asyncio.TaskGroup() as tasks:
+            for ticket, prompt in work:
+                for slot in (Slot(ticket.group, sample) for sample in ticket.samples):
+                    playing = self._play_one(slot, prompt, ticket.deadline, episodes)
+                    tasks.create_task(self._activity.follow(slot, playing))
+
+    async def _play_one(self, slot: Slot, prompt: Prompt, deadline: float, episodes: EpisodePlayer) -> None:
+        if self._generator.leaving:
+            return
+        name, seed = f"{slot.group}.{slot.sample}", random_stream(self._run.seed, "train", slot.group, slot.sample)
+        self._activity.stage(slot, "agent")
+        played = await episodes.play(name, Play(prompt, self._sampling(), seed, deadline))
+        if played is None or self._delivery.closed:
+            return
+        if played.failure is not None:
+            await self._buffer.fail(slot, played.failure.reason, played.sampled_tokens)
+        else:
+            trajectory = Trajectory(
+                slot=slot,
+                prompt=prompt.uid,
+                segments=played.segments,
+                reward=0.0,
+                finish=played.finish,
+                started=played.started,
+                finished=played.finished,
+                engine=self._name,
+                precision=served_precision(self._run, self._served),
+                episode=played.episode,
+            )
+            self._activity.stage(slot, "reward")
+            await self._delivery.submit(played.judged, trajectory, played.score)
+        await episodes.drop([name])
+
+    def _samples(self, episode: str, working: bool) -> None:
+        """Whether the engine works for an episode at this moment."""
+        if not episode.startswith(HELD_OUT):
+            group, sample = episode.split(".")
+            self._activity.stage(Slot(int(group), int(sample)), "generate" if working else "agent")
 
     async def _sample(
         self,
@@ -220,6 +290,13 @@ class RolloutActor:
         """Complete held-out prompts beside the training work; nothing of it enters the buffer."""
         deadline = time.time() + self._run.flow.stall_timeout_s
         evaluation = next(self._evaluations)
+        if self._episodes is not None:
+            sampling, name = self._sampling(greedy=greedy), f"{HELD_OUT}{self._episodes.name}.{evaluation}"
+            plays = {
+                f"{name}.{number}": Play(prompt, sampling, random_stream(seed, "held_out", number), deadline)
+                for number, prompt in enumerate(prompts)
+            }
+            return await self._evaluate_episodes(plays, self._episodes)
         requests = [
             Request(
                 id=f"eval/{evaluation}/{number}",
@@ -237,6 +314,18 @@ class RolloutActor:
         )
         return [Judged(_total(result), answer.sampled_tokens) for result, answer in zip(results, answers, strict=True)]
 
+    async def _evaluate_episodes(self, plays: Mapping[str, Play], episodes: EpisodePlayer) -> list[Judged]:
+        playing = [self._activity.evaluation(episodes.play(name, play)) for name, play in plays.items()]
+        played = await asyncio.gather(*playing)
+        await episodes.drop(list(plays))
+        unscored = [each.judged for each in played if each and each.failure is None and each.score is None]
+        scoring = self._reward.score(unscored)
+        scores = iter(await self._activity.during("the rewards of held-out answers", scoring, on="reward"))
+        return [
+            Judged(_total(each.failure or each.score or next(scores)), each.sampled_tokens) if each else Judged(0.0, 0)
+            for each in played
+        ]
+
     async def load_weights(self, manifest: WeightManifest) -> WeightAck:
         """Serve the version if it arrives whole and passes the probe; else the one before."""
         manifest = addressed_to(manifest, self._name)
@@ -253,7 +342,7 @@ class RolloutActor:
                 )
         self._served = manifest
         if self._run.recovery.max_restarts:
-            self._progress.begin(self._generator.begun)
+            self._progress.begin(self._generator.begun if self._episodes is None else self._episodes.begun)
         return msgspec.structs.replace(ack, probe_gap=gap)
 
     async def _probe(self, wanted: Probe, version: int) -> float:
@@ -265,6 +354,8 @@ class RolloutActor:
         """Drop what the bad version may have sampled, and serve the one before, if it was published."""
         for request in self._quarantine.reject():
             await self._engine.abort(request)
+        if self._episodes is not None:
+            self._episodes.begun.clear()
         self._generator.begun.clear()  # no engine may continue what the bad version sampled
         if self._served is not None:
             await self._engine.load_weights(self._served, "recompute")
@@ -295,6 +386,8 @@ class RolloutActor:
     async def close(self) -> None:
         await self._delivery.close()
         await self._engine.close()
+        if self._episodes is not None:
+            await self._episodes.close()
 
 
 def _total(result: RewardResult) -> float:

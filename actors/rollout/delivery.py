@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
@@ -36,7 +37,7 @@ class DeliveryQueue:
         user's stages."""
         self._buffer, self._reward, self._scored, self._gather_s = buffer, reward, scored, gather_s
         self._staged = staged
-        self._waiting: list[tuple[RewardInput, Trajectory]] = []
+        self._waiting: list[_Finished] = []
         self._flushing: asyncio.Task[None]
         self._ready: list[bytes] = []
         self._storing: asyncio.Task[None]
@@ -51,12 +52,13 @@ class DeliveryQueue:
         async with self._one_call:
             pass
 
-    async def submit(self, judged: RewardInput, trajectory: Trajectory) -> None:
-        """Join the next batch; its failure is that of every answer in it."""
+    async def submit(self, judged: RewardInput, trajectory: Trajectory, score: Score | None = None) -> None:
+        """Join the next batch; its failure is that of every answer in it. `score` is the reward, if there is one
+        already."""
         if not self._waiting:
             self._flushing = asyncio.create_task(self._flush_soon())
             self._flushing.add_done_callback(retrieve_exception)
-        self._waiting.append((judged, trajectory))
+        self._waiting.append(_Finished(judged, trajectory, score))
         await asyncio.shield(self._flushing)
 
     async def _flush_soon(self) -> None:
@@ -64,14 +66,14 @@ class DeliveryQueue:
         batch, self._waiting = self._waiting, []
         await self._flush(batch)
 
-    async def _flush(self, batch: Sequence[tuple[RewardInput, Trajectory]]) -> None:
-        results = await self._reward.score([judged for judged, _ in batch])
+    async def _flush(self, batch: Sequence["_Finished"]) -> None:
+        results = await self._score(batch)
         if self.closed:
             return
         if self._staged:
             results = await self._pass_stages(batch, results)
         payloads: list[bytes] = []
-        for result, (_, trajectory) in zip(results, batch, strict=True):
+        for result, (_, trajectory, _) in zip(results, batch, strict=True):
             self._scored(trajectory.slot)
             if isinstance(result, RewardFailure):
                 await self._buffer.fail(trajectory.slot, result.reason, trajectory.sampled_tokens)
@@ -80,12 +82,15 @@ class DeliveryQueue:
         if payloads:
             await self._store(payloads)
 
-    async def _pass_stages(
-        self, batch: Sequence[tuple[RewardInput, Trajectory]], results: list[RewardResult]
-    ) -> list[RewardResult]:
+    async def _score(self, batch: Sequence["_Finished"]) -> list[RewardResult]:
+        unscored = [each.judged for each in batch if each.score is None]
+        scores = iter(await self._reward.score(unscored) if unscored else ())
+        return [next(scores) if each.score is None else each.score for each in batch]
+
+    async def _pass_stages(self, batch: Sequence["_Finished"], results: list[RewardResult]) -> list[RewardResult]:
         """Those with a reward go on to the stages."""
         passing = {i: result for i, result in enumerate(results) if not isinstance(result, RewardFailure)}
-        samples = [_sample(*batch[index], result) for index, result in passing.items()]
+        samples = [_sample(batch[index], result) for index, result in passing.items()]
         for index, result in zip(passing, await self._reward.stage(samples), strict=True):
             results[index] = result
         return results
@@ -106,28 +111,36 @@ class DeliveryQueue:
                 await self._buffer.append(ready)
 
 
-def _sample(judged: RewardInput, trajectory: Trajectory, reward: float | Score) -> Sample:
-    return Sample(judged.prompt, judged.completion, judged.answer, rewarded(trajectory, reward), judged.turns)
+class _Finished(NamedTuple):
+    judged: RewardInput
+    trajectory: Trajectory
+    score: Score | None
+
+
+def _sample(finished: _Finished, reward: float | Score) -> Sample:
+    judged, trajectory = finished.judged, rewarded(finished.trajectory, reward)
+    return Sample(judged.prompt, judged.completion, judged.answer, trajectory, judged.turns)
 
 
 class ProgressReporter:
-    """Tells the buffer how far unfinished completions are, in case the engine's process dies. Nobody waits for it."""
+    """Tells how far unfinished completions are, in case the engine's process dies. Nobody waits for it."""
 
-    def __init__(self, buffer: BufferActor, engines: int) -> None:
-        self._buffer = buffer
+    def __init__(self, note: Callable[[dict[Any, tuple[Segment, ...]]], Awaitable[object]], engines: int) -> None:
+        """`note`: of the buffer, or of the gateway."""
+        self._tell = note
         self._every_s = max(EVERY_SECONDS, engines / CALLS_PER_SECOND)
         self._noting: asyncio.Task[None] | None = None
         self._noted = float("-inf")
 
-    def begin(self, begun: Mapping[Slot, tuple[Segment, ...]]) -> None:
+    def begin(self, begun: Mapping[Any, tuple[Segment, ...]]) -> None:
         """An update has cut off what runs: `begun`, as it will be then, is noted soon."""
         if self._noting is None or self._noting.done():
             self._noting = asyncio.create_task(self._note(begun))
             self._noting.add_done_callback(retrieve_exception)
 
-    async def _note(self, begun: Mapping[Slot, tuple[Segment, ...]]) -> None:
+    async def _note(self, begun: Mapping[Any, tuple[Segment, ...]]) -> None:
         # What the update cut off is still on its way to its readers.
         await asyncio.sleep(max(GATHER_SECONDS, self._noted + self._every_s - time.monotonic()))
         self._noted = time.monotonic()
         if begun:
-            await self._buffer.note(dict(begun))
+            await self._tell(dict(begun))

@@ -10,6 +10,7 @@ continue, in the middle of a turn or between two. Prompts are tokenized in a thr
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -85,9 +86,10 @@ class CompletionGenerator:
     ) -> Completion:
         """Turn after turn from where `begun` ends. `opening` asks for the first; `waits` for the environment or not."""
         started = time.time()
+        keep = None if slot is None else partial(self.begun.__setitem__, slot)
         answer = Completion(begun, "stop", started, started)
         if not self._between_turns(begun):
-            answer = await self.answer(_turn(opening, begun), deadline, begun, slot)
+            answer = await self.answer(_turn(opening, begun), deadline, begun, keep)
         while answer.finish == "stop" and self._environment.on:
             waits(True)
             answer = await self._respond(prompt, answer)
@@ -99,13 +101,18 @@ class CompletionGenerator:
                 if self.leaving:
                     answer = msgspec.structs.replace(answer, finish="abort")
                     break
-            answer = await self.answer(_turn(opening, answer.segments), deadline, answer.segments, slot)
+            answer = await self.answer(_turn(opening, answer.segments), deadline, answer.segments, keep)
         return msgspec.structs.replace(answer, started=started, finished=time.time())
 
     async def answer(
-        self, request: Request, deadline: float, begun: tuple[Segment, ...] = (), slot: Slot | None = None
+        self,
+        request: Request,
+        deadline: float,
+        begun: tuple[Segment, ...] = (),
+        keep: Callable[[tuple[Segment, ...]], None] | None = None,
     ) -> Completion:
-        """Run one request to its end; past the deadline it is aborted, and what came so far is returned."""
+        """Run one request to its end; past the deadline it is aborted, and what came so far is returned. `keep` gets
+        what there is after each segment."""
         segments = list(begun)
         finish: Finish = "abort"
         started = time.time()
@@ -114,8 +121,8 @@ class CompletionGenerator:
             async for delta in self._engine.submit(request):
                 if len(delta.segment):
                     segments.append(delta.segment)
-                    if slot is not None:
-                        self.begun[slot] = tuple(segments)
+                    if keep is not None:
+                        keep(tuple(segments))
                 finish = delta.finish or finish
         finally:
             alarm.cancel()

@@ -19,7 +19,7 @@ from actors.runtime import auth
 from actors.runtime.attach import attached
 from actors.runtime.resources import Resources, options, release, reserve
 from asyncrl.errors import ActorError, AsyncRLError, RayError
-from asyncrl.system import install_guard, minimum_versions
+from asyncrl.system import install_guard, minimum_versions, quiet
 from asyncrl.system.run_directory import OWNER_ONLY
 
 P = ParamSpec("P")
@@ -161,6 +161,7 @@ def handle_of(actor: object) -> Any:
 def _prepare_process(_: object) -> None:
     """Set up an actor's process as the driver's. Ray puts the driver's directory on the worker's path, where a
     foreign `actors/` folder would win; and the worker may be on another machine."""
+    quiet.quieten()
     install_guard.check()
     minimum_versions.check()
     os.umask(OWNER_ONLY)
@@ -232,8 +233,11 @@ class _Proxy:
         try:
             return await remote.remote(*args, **kwargs)
         except exceptions.RayTaskError as error:
-            if isinstance(error.cause, AsyncRLError):
-                raise error.cause from None  # our own errors say it all; others keep the remote traceback
+            cause: BaseException | None = error.cause
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            if isinstance(cause, AsyncRLError):
+                raise cause from None  # our own errors say it all; others keep the remote traceback
             raise
         except exceptions.RayActorError as error:
             died = self._dead(f"during {method}: {error}")

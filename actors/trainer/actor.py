@@ -15,6 +15,7 @@ from asyncrl.config import Run
 from asyncrl.config.precision import gathered_in
 from asyncrl.config.weights import published_adapters
 from asyncrl.data.arrow import decode
+from asyncrl.data.episodes import Played, played
 from asyncrl.drafting.checkpoint import read_head_config
 from asyncrl.drafting.idle_gate import BusyFlag
 from asyncrl.observe.diagnosis.activity import Activity
@@ -50,6 +51,8 @@ class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
     """Age of each sample's oldest token, in versions."""
     lengths: tuple[int, ...]
     """Sampled tokens of each sample."""
+    played: Played = Played()
+    """Of those of a harness."""
     incomplete_groups: int
     """Groups of which samples had failed."""
     first_wave_finished: float
@@ -151,6 +154,7 @@ class TrainerActor:
             parts=tuple(t.parts for t in trajectories if t.parts),
             staleness=tuple(max(0, self._learner.version - t.oldest_version) for t in trajectories),
             lengths=tuple(t.sampled_tokens for t in trajectories),
+            played=played(trajectories),
             incomplete_groups=sum(len(group.trajectories) < self._run.rollout.group_size for group in groups),
             first_wave_finished=self._first_wave_finished(trajectories),
         )
@@ -210,7 +214,8 @@ def _join(run: Run, seat: RankSeat) -> Ranks:
     """Returns when all ranks have joined."""
     from asyncrl.training.distributed.fsdp import FsdpRanks  # takes seconds, which a single rank does not need
 
-    return FsdpRanks(seat, rank_device(run.trainer.device, seat.rank))
+    degrees = run.trainer.context_parallel, run.trainer.expert_parallel
+    return FsdpRanks(seat, rank_device(run.trainer.device, seat.rank), *degrees)
 
 
 def _groups(payloads: list[bytes]) -> list[Group]:

@@ -7,6 +7,9 @@
     before_whitening     R, or R - mean(R) with `group_baseline`               REINFORCE++
     rewards_alone        R                                                     PPO
 
+In an episode a turn may have a reward of its own: then R is that of a turn, the episode's and its own, and a baseline
+is made of episodes, each of which is the mean over its turns (`turns_relative_to_group` and the functions below it).
+
 Of the last two `asyncrl.training.advantages` makes advantages of tokens, normalised over all tokens of the step: with
 `gae` and a critic for PPO, without a critic for REINFORCE++.
 
@@ -25,10 +28,12 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmBase, Cispo, CustomAlgorithm, Grpo, Gspo, Overlong, ReinforcePp
 from asyncrl.errors import ConfigError
-from asyncrl.system.user_functions import load_function
+from asyncrl.system.user_functions import calling, load_function
 
 Rewards = npt.NDArray[np.float64]
 EPSILON = 1e-6
+EXPECTED = "f(rewards of a group: numpy array) that returns an advantage for each"
+"""Of advantages of the user's."""
 
 
 def relative_to_group(settings: Grpo | Gspo | Cispo | CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards]:
@@ -57,12 +62,46 @@ def rewards_alone(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[R
     return list(rewards)
 
 
+# Of turns: for each sample of one group the rewards of its turns.
+
+
+def turns_relative_to_group(settings: Grpo | Gspo | Cispo, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return turns_relative(rewards, normalize_std=settings.normalize_std)
+
+
+def turns_normalized(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return turns_relative(rewards, normalize_std=True)
+
+
+def turns_centered(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
+    return turns_relative(rewards, normalize_std=False)
+
+
+def turns_against_the_others(settings: AlgorithmBase, rewards: Sequence[Rewards]) -> list[Rewards]:
+    """A group of one has nothing to compare with."""
+    mean_G = np.array([reward_N.mean() for reward_N in rewards])
+    others = len(rewards) - 1
+    return [
+        reward_N - (mean_G.sum() - mean) / others if others else np.zeros_like(reward_N)
+        for reward_N, mean in zip(rewards, mean_G, strict=True)
+    ]
+
+
+def turns_of_custom(settings: CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards] | None:
+    """None for a function of the user's, which knows the rewards of samples only."""
+    return None if settings.advantages else turns_relative(rewards, normalize_std=settings.normalize_std)
+
+
+# The user's own.
+
+
 def custom(settings: CustomAlgorithm, rewards: Sequence[Rewards]) -> list[Rewards]:
     """The user's own, or group-relative ones."""
     if not settings.advantages:
         return relative_to_group(settings, rewards)
     own = load_function(settings.advantages, "algorithm.advantages")
-    return [_checked(own(reward_G), reward_G, settings.advantages) for reward_G in rewards]
+    with calling("algorithm.advantages", settings.advantages, EXPECTED):
+        return [_checked(own(reward_G), reward_G, settings.advantages) for reward_G in rewards]
 
 
 def _checked(given: Any, reward_G: Rewards, location: str) -> Rewards:
@@ -81,6 +120,18 @@ def group_relative(reward_G: Rewards, *, normalize_std: bool) -> Rewards:
         return np.zeros_like(reward_G)
     centered_G = reward_G - reward_G.mean()
     return centered_G / (reward_G.std() + EPSILON) if normalize_std else centered_G
+
+
+def turns_relative(rewards: Sequence[Rewards], *, normalize_std: bool) -> list[Rewards]:
+    """The same of N turns in each sample. In mean and deviation every sample counts as much as another, however many
+    turns it has, and so does every turn of a sample."""
+    everything = np.concatenate(rewards)
+    if np.all(everything == everything[0]):
+        return [np.zeros_like(reward_N) for reward_N in rewards]
+    mean = np.mean([reward_N.mean() for reward_N in rewards])
+    centered = [reward_N - mean for reward_N in rewards]
+    std = np.sqrt(np.mean([np.square(reward_N).mean() for reward_N in centered]))
+    return [reward_N / (std + EPSILON) for reward_N in centered] if normalize_std else centered
 
 
 def leave_one_out(reward_G: Rewards) -> Rewards:

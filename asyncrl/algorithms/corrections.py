@@ -24,10 +24,13 @@ from torch import Tensor
 
 from asyncrl.algorithms.base import Samples
 from asyncrl.config.algorithm import CorrectionBase, CustomCorrection, Importance, Reject
-from asyncrl.system.user_functions import load_function
+from asyncrl.system.user_functions import calling, load_function
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is beyond any useful weight; the bound keeps one absurd token from making the sums infinite."""
+
+EXPECTED = "f(log_ratio_L, samples: Samples) that returns a tensor with one weight per sampled token"
+"""Of a correction of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,11 @@ def log_ratio(logp_L: Tensor, behaviour_logp_L: Tensor) -> Tensor:
 def custom(settings: CustomCorrection, logp_L: Tensor, behaviour_logp_L: Tensor, samples: Samples) -> Corrected:
     """The user's own weights; the algorithm's ratio is taken against the trainer's policy."""
     log_rho_L = log_ratio(logp_L, behaviour_logp_L)
-    weight_L = load_function(settings.function, "correction.function")(log_rho_L, samples)
+    own = load_function(settings.function, "correction.function")
+    with calling("correction.function", settings.function, EXPECTED):
+        weight_L = own(log_rho_L, samples)
+        if not isinstance(weight_L, Tensor) or weight_L.shape != log_rho_L.shape:
+            raise TypeError(f"returned {weight_L!r:.200}, and not a tensor of shape {tuple(log_rho_L.shape)}")
     truncated_L = torch.zeros_like(weight_L, dtype=torch.bool)
     return Corrected(log_rho_L, logp_L.detach(), weight_L, weight_L != 0, truncated_L)
 

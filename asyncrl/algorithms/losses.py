@@ -11,13 +11,16 @@ What weighs a token (corrections.py), aggregation and penalties are added by the
 these, with which advantages, is in registry.py.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from asyncrl.algorithms.base import Loss, Tokens
 from asyncrl.config.algorithm import AlgorithmBase, Cispo, Clipped, CustomAlgorithm, Gspo
-from asyncrl.system.user_functions import load_function
+from asyncrl.system.user_functions import calling, load_function
+
+EXPECTED = "f(tokens: Tokens) that returns a tensor with one loss per sampled token, as long as tokens.logp_L"
+"""Of a loss of the user's."""
 
 
 def clipped(settings: Clipped, tokens: Tokens) -> Loss:
@@ -56,7 +59,20 @@ def capped(settings: Cispo, tokens: Tokens) -> Loss:
 
 def custom(settings: CustomAlgorithm, tokens: Tokens) -> Loss:
     """The user's own."""
-    return Loss(load_function(settings.function, "algorithm.function")(tokens))
+    own = load_function(settings.function, "algorithm.function")
+    with calling("algorithm.function", settings.function, EXPECTED):
+        return Loss(_checked(own(tokens), tokens))
+
+
+def _checked(given: Any, tokens: Tokens) -> Tensor:
+    shape = tuple(tokens.logp_L.shape)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"returned {given!r:.200}, and not a tensor of shape {shape}")
+    if given.shape != tokens.logp_L.shape:
+        raise ValueError(f"returned a tensor of shape {tuple(given.shape)}, and not of shape {shape}: do not average")
+    if tokens.logp_L.requires_grad and not given.requires_grad:
+        raise ValueError("returned a tensor without a gradient: it has to depend on tokens.logp_L or tokens.ratio")
+    return given
 
 
 def critic(value_L: Tensor, return_L: Tensor) -> Tensor:

@@ -37,21 +37,23 @@ class Entry(NamedTuple):
     advantages: Callable[[Any, Sequence[Rewards]], list[Rewards]]
     """Of each group, from its rewards; called with one group after the other, or with the whole step."""
     loss: Callable[[Any, Tokens], Loss]
+    turns: Callable[[Any, Sequence[Rewards]], list[Rewards] | None] = lambda _settings, _rewards: None
+    """Of the turns of one group, from the rewards of those of each sample; None: it knows whole samples only."""
     whole_step: bool = False
     """Whether `advantages` gives rewards, of which `asyncrl.training.advantages` makes those of tokens, normalised over
-    the step: no work can begin before the step is complete."""
+    the step: no work can begin before the step is complete. Rewards of turns are among them."""
 
 
 ALGORITHMS: dict[type[AlgorithmBase], Entry] = {
-    Grpo: Entry(advantages.relative_to_group, losses.clipped),
-    DrGrpo: Entry(advantages.centered, losses.clipped),
-    Dapo: Entry(advantages.normalized, losses.clipped),
-    Rloo: Entry(advantages.against_the_others, losses.plain),
+    Grpo: Entry(advantages.relative_to_group, losses.clipped, advantages.turns_relative_to_group),
+    DrGrpo: Entry(advantages.centered, losses.clipped, advantages.turns_centered),
+    Dapo: Entry(advantages.normalized, losses.clipped, advantages.turns_normalized),
+    Rloo: Entry(advantages.against_the_others, losses.plain, advantages.turns_against_the_others),
     ReinforcePp: Entry(advantages.before_whitening, losses.clipped, whole_step=True),
     Ppo: Entry(advantages.rewards_alone, losses.clipped, whole_step=True),
-    Gspo: Entry(advantages.relative_to_group, losses.sequence_clipped),
-    Cispo: Entry(advantages.relative_to_group, losses.capped),
-    CustomAlgorithm: Entry(advantages.custom, losses.custom),
+    Gspo: Entry(advantages.relative_to_group, losses.sequence_clipped, advantages.turns_relative_to_group),
+    Cispo: Entry(advantages.relative_to_group, losses.capped, advantages.turns_relative_to_group),
+    CustomAlgorithm: Entry(advantages.custom, losses.custom, advantages.turns_of_custom),
 }
 CORRECTIONS: dict[type[CorrectionBase], Callable[[Any, Tensor, Tensor, Samples], Corrected]] = {
     Importance: corrections.importance,

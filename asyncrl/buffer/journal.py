@@ -80,6 +80,8 @@ class Stored(_Event, frozen=True, tag="Stored"):
     oldest: int
     """Version of the oldest sampled token."""
     reward: float = 0.0
+    uneven: bool = False
+    """Of an episode whose turns earned different rewards: it has something to teach by itself."""
 
 
 class Dropped(_Event, frozen=True, tag="Dropped"):

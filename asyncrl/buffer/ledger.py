@@ -101,7 +101,8 @@ class AdmittedGroup(msgspec.Struct):
     @property
     def uninformative(self) -> bool:
         """No sample was better than another; meaningful for complete groups."""
-        return len({stored.reward for stored in self.samples.values()}) == 1
+        samples = self.samples.values()
+        return len({stored.reward for stored in samples}) == 1 and not any(stored.uneven for stored in samples)
 
 
 class Refusal(NamedTuple):

@@ -48,17 +48,24 @@ class Sample(NamedTuple):
     oldest: int
     """Version of the oldest sampled token, GIVEN when there is none."""
     reward: float
+    uneven: bool = False
+    """See `Stored`."""
+
+    @classmethod
+    def of(cls, row: arrow.Row, payload: bytes) -> "Sample":
+        uneven = len(set(row.turn_rewards)) > 1
+        return cls(row.slot, payload, row.sampled_tokens, row.oldest_version, row.earned, uneven)
 
     def stored(self, admitted_at: int) -> Stored:
         """The event of its storing; without a sampled token it is as old as its group's admission."""
         oldest = admitted_at if self.oldest == GIVEN else self.oldest
-        return Stored(self.slot.group, self.slot.sample, len(self.payload), self.tokens, oldest, self.reward)
+        size = len(self.payload)
+        return Stored(self.slot.group, self.slot.sample, size, self.tokens, oldest, self.reward, self.uneven)
 
 
 def check(payload: bytes) -> Sample:
     """Read a payload, or raise ValueError with what is wrong with it."""
-    row = arrow.read_row(payload)
-    return Sample(row.slot, payload, row.sampled_tokens, row.oldest_version, row.reward)
+    return Sample.of(arrow.read_row(payload), payload)
 
 
 class History(NamedTuple):

@@ -48,7 +48,8 @@ def roles(run: Run) -> list[str]:
         return [DRIVER]
     rollouts = [f"rollout-{index}" for index in range(run.rollout.replicas)]
     ranks = [f"trainer-{rank}" for rank in range(1, run.trainer.ranks)]
-    return [DRIVER, "buffer", "reward", "trainer", *ranks, *rollouts, *(["drafter"] if run.drafter.trains else [])]
+    others = [*(["gateway"] if run.agent.on else []), *(["drafter"] if run.drafter.trains else [])]
+    return [DRIVER, "buffer", "reward", "trainer", *ranks, *rollouts, *others]
 
 
 def plan(seed: int, kinds: Sequence[str], rounds: int, among: Sequence[str]) -> tuple[Fault, ...]:

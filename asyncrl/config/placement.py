@@ -28,6 +28,8 @@ class Placement(Settings, frozen=True):
     trainer: Role = Role()
     buffer: Role = Role()
     reward: Role = Role()
+    gateway: Role = Role()
+    """Of a run of an agent."""
     drafter: Role = Role()
     wait_s: NonNegative = 0.0
     """For a cluster to bring what it lacks at the start. 0 refuses what it cannot be known to bring: the limits of an

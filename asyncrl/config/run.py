@@ -23,7 +23,7 @@ from asyncrl.config.staleness import FixedStaleness, StalenessControl
 from asyncrl.config.task import ChainsTask, TaskSettings
 from asyncrl.config.trackers import TrackerName
 from asyncrl.config.trainer import Trainer, check_trainer
-from asyncrl.config.user_code import Environment, Stages, check_environment
+from asyncrl.config.user_code import Agent, Environment, Stages, check_agent, check_environment
 from asyncrl.config.user_code import Reward as Reward
 from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
@@ -107,7 +107,8 @@ class Rollout(RolloutPrecision, frozen=True):
     """Running completions at a weight update: keep their old keys and values, or prefill them again."""
     router_replay: Literal["auto", "on", "off"] = "auto"
     """The trainer uses the experts that the engine chose for each token. `auto`: on where the model has experts and the
-    engine always returns its choice, as the native one does; vLLM does so on a GPU, if it is `on`."""
+    engine always returns its choice, as the native one does; vLLM does so on a GPU, if it is `on`. Agents have
+    none."""
     chat: bool = False
     """Show each prompt as a user's turn in the model's own chat template."""
     system: str = ""
@@ -242,6 +243,7 @@ class Run(Settings, frozen=True):
     task: TaskSettings = ChainsTask()
     reward: Reward = Reward()
     environment: Environment = Environment()
+    agent: Agent = Agent()
     stages: Stages = ()
     """Filters and judges between the reward and the buffer, in this order."""
     rollout: Rollout = Rollout()
@@ -264,9 +266,11 @@ class Run(Settings, frozen=True):
 
     @property
     def replays_routes(self) -> bool:
-        """Whether routes are recorded and replayed, if the model has experts: transformers takes none."""
+        """Whether routes are recorded and replayed, if the model has experts: transformers takes none, and episodes of
+        a harness have none."""
         wanted, always = self.rollout.router_replay, self.engine.returns_routes == "always"
-        return (wanted == "on" or (wanted == "auto" and always)) and self.model.backend != "transformers"
+        wants = wanted == "on" or (wanted == "auto" and always)
+        return wants and self.model.backend != "transformers" and not self.agent.on
 
     @property
     def samples_per_step(self) -> int:
@@ -343,6 +347,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
     check_pool(run)
     check_trainer(run)
     check_environment(run)
+    check_agent(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     run.task.check(run)

@@ -24,6 +24,8 @@ class TaskBase(Chosen, frozen=True):
 
     judge: ClassVar[str] = ""
     """The reward function that it comes with, where the default reward cannot judge its completions."""
+    harness: ClassVar[str] = ""
+    """The agent function that it comes with, where only that one can play its episodes."""
 
     @property
     def worked_examples(self) -> "ChainsTask | None":
@@ -35,6 +37,11 @@ class TaskBase(Chosen, frozen=True):
         if self.judge and run.reward.function.startswith("asyncrl.tasks.chains:"):
             raise ConfigError(
                 f"reward.function={run.reward.function} cannot judge task={self.kind}; set reward.function={self.judge}"
+            )
+        if self.harness and run.agent.function != self.harness:
+            raise ConfigError(
+                f"task={self.kind} is played by a harness of its own, and agent.function={run.agent.function!r}; set "
+                f"agent.function={self.harness}"
             )
 
 
@@ -163,4 +170,22 @@ class ReasoningGymTask(TaskBase, frozen=True, tag="reasoning_gym"):
         super().check(run)
 
 
-TaskSettings = ChainsTask | JsonlTask | ParquetTask | DatasetTask | PythonTask | CodeTask | ReasoningGymTask
+class VerifiersTask(TaskBase, frozen=True, tag="verifiers"):
+    """Prompts, harness and rewards of a `verifiers` environment; needs the extra `verifiers`."""
+
+    judge = "asyncrl.harnesses.verifiers:reward"
+    harness = "asyncrl.harnesses.verifiers:agent"
+
+    environment: str
+    """An installed taskset, by the id that verifiers knows it by, such as `gsm8k-v1`."""
+    args: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Settings of the environment in verifiers' own names, as in `--env.NAME`: {agent: {max_turns: 4}}."""
+    held_out: HeldOut = 0.05
+    """Share of the tasks kept for evaluation; of an endless taskset one text in eight is kept."""
+    allow_unsafe_exec: bool = False
+    """Let programs of agents run the model's commands outside of a container, as you and with all that you can do."""
+
+
+TaskSettings = (
+    ChainsTask | JsonlTask | ParquetTask | DatasetTask | PythonTask | CodeTask | ReasoningGymTask | VerifiersTask
+)

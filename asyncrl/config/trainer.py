@@ -44,6 +44,12 @@ class Trainer(Settings, frozen=True):
     """Tokens of one forward and backward of one rank."""
     ranks: Positive = 1
     """Processes that train together, each with a part of the weights and of every batch (FSDP2), on GPUs one a GPU."""
+    context_parallel: Positive = 1
+    """So many ranks compute each batch together, every one some of its tokens (Ulysses): for completions whose
+    activations one GPU cannot hold. Divides `ranks` and the number of the model's attention heads."""
+    expert_parallel: Positive = 1
+    """So many ranks have every expert of a layer once between them, and tokens travel to those that have theirs; for
+    mixtures of experts. Divides `ranks`, which in turn divides the number of experts."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -80,6 +86,14 @@ def check_trainer(run: "Run") -> None:
             f"trainer.ranks={run.trainer.ranks} are processes of their own, and cluster=inprocess has but one; use "
             "cluster=local, or trainer.ranks=1"
         )
+    _check_degree(run, "context_parallel", run.trainer.context_parallel, "ranks that share a batch")
+    _check_degree(run, "expert_parallel", run.trainer.expert_parallel, "ranks that share the experts of a layer")
+    if run.trainer.context_parallel > 1 and run.drafter.from_trainer:
+        raise ConfigError(
+            f"trainer.context_parallel={run.trainer.context_parallel} cuts completions, and drafter={run.drafter.kind} "
+            "learns from hidden states of whole ones in the trainer; set drafter.training.source=rollout, or "
+            "trainer.context_parallel=1"
+        )
     changing = run.trainer.warmup_steps + run.trainer.decay_steps
     if run.trainer.decay_steps and changing > run.steps:
         raise ConfigError(
@@ -102,3 +116,18 @@ def check_trainer(run: "Run") -> None:
         )
     if run.trainer.lora.rank and not run.trainer.lora.targets:
         raise ConfigError("trainer.lora.targets=[] leaves nothing to train; name some, or set trainer.lora.rank=0")
+
+
+def _check_degree(run: "Run", name: str, degree: int, what: str) -> None:
+    if degree == 1:
+        return
+    if (ranks := run.trainer.ranks) % degree:
+        raise ConfigError(
+            f"trainer.{name}={degree} is the number of {what}, and does not divide trainer.ranks={ranks}; set "
+            f"trainer.ranks={-(-ranks // degree) * degree}, or trainer.{name}=1"
+        )
+    if run.model.backend == "transformers":
+        raise ConfigError(
+            f"trainer.{name}={degree} needs our own decoder, and model.backend=transformers is chosen; set "
+            f"trainer.{name}=1"
+        )

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 import pyarrow
 
-from asyncrl.data import untrusted
+from asyncrl.data import episodes, untrusted
 from asyncrl.data.reward_parts import Parts, from_text, to_text
-from asyncrl.types import GIVEN, Finish, Floats, Ints, Segment, Slot, Trajectory
+from asyncrl.types import GIVEN, Episode, Finish, Floats, Ints, Segment, Slot, Trajectory
 
 pa = cast(Any, pyarrow)  # its type stubs are incomplete: half of what is used here is unknown to them
 
@@ -50,9 +50,13 @@ PARTED: Any = SCHEMA.append(pa.field("parts", TEXT, nullable=False))
 and a log holds rows of all kinds: its schema hash is that of the columns that all have."""
 ROUTED: Any = PARTED.append(pa.field("routes", BYTES, nullable=False))
 """Of a row with routes, as `Trajectory.route_bytes` has them; `parts` is empty where its reward has none."""
-WIDER = {len(wide) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): wide for wide in (PARTED, ROUTED)}
+PLAYED: Any = ROUTED.append(pa.field("episode", TEXT, nullable=False))
+"""Of a row of a harness, as JSON (`asyncrl.data.episodes`); `parts` and `routes` are empty where there are none."""
+WIDER = {
+    len(wide) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): wide for wide in (PARTED, ROUTED, PLAYED)
+}
 
-BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 38)
+BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 38, 41)
 """Which buffers of a row are validity bitmaps: a number has one buffer more, a text two, a list one and its items."""
 FINISHES: tuple[str, ...] = get_args(Finish)
 
@@ -90,6 +94,7 @@ class Fields(NamedTuple):
     parts: str | None = None
     """None in all rows that `unpack` reads: others are left to Arrow."""
     routes: bytes = b""
+    episode: str = ""
 
 
 class _Shape(NamedTuple):
@@ -113,8 +118,10 @@ def encode(trajectory: Trajectory) -> bytes:
         (trajectory.reward, trajectory.started, trajectory.finished),
         (b"".join([s.token_bytes for s in segments]), b"".join(logprobs), b"".join(versions)),
     )
-    routes = trajectory.route_bytes
-    return _widened(payload, trajectory.parts, routes) if trajectory.parts or routes else payload
+    routes, episode = trajectory.route_bytes, trajectory.episode
+    if not (trajectory.parts or routes or episode is not None):
+        return payload
+    return _widened(payload, trajectory.parts, routes, "" if episode is None else episodes.to_text(episode))
 
 
 class Row(NamedTuple):
@@ -134,6 +141,7 @@ class Row(NamedTuple):
     """Start, stop and version of each run of tokens with one version."""
     parts: Parts
     routes: bytes
+    episode: Episode | None
 
     @property
     def sampled_tokens(self) -> int:
@@ -143,13 +151,23 @@ class Row(NamedTuple):
     def oldest_version(self) -> int:
         return min((version for _, _, version in self.runs if version != GIVEN), default=GIVEN)
 
+    @property
+    def turn_rewards(self) -> list[float]:
+        return [] if self.episode is None else [turn.reward for turn in self.episode.turns]
+
+    @property
+    def earned(self) -> float:
+        """Its reward, and what its turns had for themselves on average: by this samples of a group are compared."""
+        return self.reward + (sum(own) / len(own) if (own := self.turn_rewards) else 0.0)
+
 
 def read_row(payload: bytes) -> Row:
     """Check all of a payload, or raise ValueError with what is wrong with it."""
     found = unpack(payload) or fields(read_batch(payload))
     slot, runs = Slot(found.group, found.sample), _runs(found.versions)
     parts = {} if found.parts is None else from_text(found.parts)
-    row = Row(slot, *found.texts, *found.numbers, found.tokens, found.logprobs, runs, parts, found.routes)
+    episode = episodes.from_text(found.episode) if found.episode else None
+    row = Row(slot, *found.texts, *found.numbers, found.tokens, found.logprobs, runs, parts, found.routes, episode)
     if complaint := _complaint(row):
         raise ValueError(f"trajectory of group {slot.group}, sample {slot.sample}: {complaint}")
     return row
@@ -167,6 +185,7 @@ def fields(batch: Any) -> Fields:
     reward, started, finished = (_as_number("<d", buffers[i]) for i in (18, 20, 22))
     parts = _as_text(*buffers[36:38]) if len(buffers) > 36 else None
     routes = _as_bytes(*buffers[39:41]) if len(buffers) > 39 else b""
+    episode = _as_text(*buffers[42:44]) if len(buffers) > 42 else ""
     return Fields(
         group=_as_number("<q", buffers[2]),
         sample=_as_number("<i", buffers[4]),
@@ -175,8 +194,9 @@ def fields(batch: Any) -> Fields:
         tokens=_as_array(np.int32, buffers[24], buffers[26]),
         logprobs=_as_array(np.float32, buffers[28], buffers[30]),
         versions=_as_array(np.int32, buffers[32], buffers[34]),
-        parts=(parts or None) if routes else parts,
+        parts=(parts or None) if routes or episode else parts,
         routes=routes,
+        episode=episode,
     )
 
 
@@ -208,6 +228,7 @@ def decode(payload: bytes) -> Trajectory:
         engine=row.engine,
         precision=row.precision,
         parts=row.parts,
+        episode=row.episode,
     )
 
 
@@ -221,12 +242,12 @@ def read_batch(payload: bytes) -> Any:
     return untrusted.read_batch(payload, SCHEMA, "a trajectory payload", WIDER)
 
 
-def _widened(payload: bytes, parts: Parts, routes: bytes) -> bytes:
+def _widened(payload: bytes, parts: Parts, routes: bytes, episode: str) -> bytes:
     """With the columns that not all rows have."""
     columns = [*read_batch(payload).columns, pa.array([to_text(parts) if parts else ""])]
-    if routes:
-        columns.append(pa.array([routes], BYTES))
-    return pa.RecordBatch.from_arrays(columns, schema=ROUTED if routes else PARTED).serialize().to_pybytes()
+    wide = PLAYED if episode else ROUTED if routes else PARTED
+    columns += [pa.array([routes], BYTES), pa.array([episode])][: len(wide) - len(columns)]
+    return pa.RecordBatch.from_arrays(columns, schema=wide).serialize().to_pybytes()
 
 
 def _as_number(form: str, data: Any) -> Any:
@@ -277,7 +298,7 @@ def _complaint(row: Row) -> str | None:
     fed = len(row.tokens) - 1
     if row.routes and (not fed or len(row.routes) % fed or row.runs[-1][2] == GIVEN):
         return f"{len(row.routes)} bytes of routes are not those of all {len(row.tokens)} tokens but the last"
-    return None
+    return None if row.episode is None else episodes.complaint(row.episode, row.runs)
 
 
 def pack(group: int, sample: int, texts: Texts, numbers: Numbers, lists: tuple[bytes, bytes, bytes]) -> bytes:

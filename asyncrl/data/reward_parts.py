@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterable
 from numbers import Real
 from typing import Any, cast
@@ -16,11 +17,12 @@ _decoder = msgspec.json.Decoder(dict[str, float])
 
 
 def finite(value: object) -> float | None:
-    """As a plain number; None where it is none, or is not finite."""
-    if not isinstance(value, Real):
+    """As a plain number; None where it is none, or is not finite. Booleans are numbers, numpy's as well."""
+    numpy = sys.modules.get("numpy")  # whoever returns one of its booleans has imported it
+    if not isinstance(value, Real) and (numpy is None or not isinstance(value, numpy.bool_)):
         return None
     try:
-        number = float(value)
+        number = float(cast(Any, value))
     except OverflowError:
         return None
     return number if math.isfinite(number) else None

@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from itertools import cycle
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import tokenizers
@@ -32,22 +33,46 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 class ChatTemplate:
     """The template of one model, with the special tokens that it may name."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], with_tools: str = "") -> None:
         self._source = source
         self._tokens = tokens
+        self._source_with_tools = with_tools
+        """Some models have a template of its own for calls with tools."""
+
+    def mentions(self, text: str) -> bool:
+        return text in self._source or text in self._source_with_tools
 
     @cached_property
     def _template(self) -> Template:
-        return _environment().from_string(self._source, {"raise_exception": _raise, "strftime_now": _now})
+        return _compiled(self._source)
+
+    @cached_property
+    def _template_with_tools(self) -> Template:
+        return _compiled(self._source_with_tools) if self._source_with_tools else self._template
+
+    def render_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        open_turn: bool = True,
+    ) -> str:
+        """What transformers' apply_chat_template makes of the same; errors are the template's own.
+
+        `variables` are for the template, such as `enable_thinking`. With `open_turn` the text goes on to where the
+        model's next turn begins.
+        """
+        template = self._template_with_tools if tools else self._template
+        given = {"documents": None, **self._tokens, **variables, "messages": list(messages)}
+        return template.render(given, tools=list(tools) or None, add_generation_prompt=open_turn)
 
     def render(self, turns: Sequence[str], system: str = "") -> str:
         """The user's and the model's turns in alternation, up to where the model's next one begins."""
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": role, "content": turn} for role, turn in zip(cycle(ROLES), turns, strict=False)]
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._tokens
-            )
+            return self.render_messages(messages)
         except TemplateError as error:
             raise CheckpointError(
                 f"its chat template cannot be used: {error.message}; repair it, or set rollout.chat=false"
@@ -69,14 +94,20 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
     config, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     settings: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
     source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    named = {"default": source}
     if isinstance(source, list):  # several, by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return ChatTemplate(source, _named_tokens(settings)) if source else None
+        named = {entry["name"]: entry["template"] for entry in source}
+    source = named.get("default")
+    return ChatTemplate(source, _named_tokens(settings), named.get("tool_use") or "") if source else None
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     given = {name: settings[name] for name in NAMED_TOKENS if settings.get(name)}
     return {name: token["content"] if isinstance(token, dict) else token for name, token in given.items()}
+
+
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source, {"raise_exception": _raise, "strftime_now": _now})
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -129,7 +160,16 @@ class Tokenizer:
         """Ids of a prompt, with the special tokens that the model's own tokenizer puts around a text."""
         return self._backend.encode(text).ids
 
-    def _template(self) -> ChatTemplate:
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a text that holds all its special tokens, as chat templates write them."""
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    @property
+    def chat_template(self) -> ChatTemplate:
         if self._chat is None:
             raise CheckpointError(
                 "it has no chat template; set rollout.chat=false, or put the model's chat_template.jinja beside its "
@@ -144,12 +184,34 @@ class Tokenizer:
     def encode_prompts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[list[int]]:
         """The same for several. Other threads go on meanwhile: `tokenizers` lets go of the lock only for batches."""
         shown = [self._shown(prompt, rollout) for prompt in prompts]  # a template writes special tokens itself
-        found = self._backend.encode_batch_fast(shown, add_special_tokens=not rollout.chat)
+        try:
+            found = self._backend.encode_batch_fast(shown, add_special_tokens=not rollout.chat)
+        except Exception as error:  # `tokenizers` raises nothing narrower for text that the model has no token for
+            raise ConfigError(self._unknown(prompts, shown, error)) from None
         return [each.ids for each in found]
+
+    def _unknown(self, prompts: Sequence[Prompt], shown: Sequence[str], error: Exception) -> str:
+        """Which prompt cannot be written in the model's tokens, and for want of which character."""
+        for prompt, text in zip(prompts, shown, strict=True):
+            if not self._writes(text):
+                lacking = next((letter for letter in dict.fromkeys(text) if not self._writes(letter)), "")
+                why = f"for {lacking!r}" if lacking else f"({error})"
+                return (
+                    f"prompt {prompt.uid}: the model's tokenizer has no token {why}; change {text!r:.100}, or take a "
+                    "model that knows it"
+                )
+        return f"the model's tokenizer refuses a prompt: {error}"
+
+    def _writes(self, text: str) -> bool:
+        try:
+            self._backend.encode(text, add_special_tokens=False)
+        except Exception:
+            return False
+        return True
 
     def _shown(self, prompt: Prompt, rollout: Rollout) -> str:
         if rollout.chat:
-            return self._template().render((*prompt.earlier, prompt.text), rollout.system)
+            return self.chat_template.render((*prompt.earlier, prompt.text), rollout.system)
         if prompt.earlier:
             raise ConfigError(f"prompt {prompt.uid} has earlier turns of a chat: set rollout.chat=true")
         return prompt.text
@@ -176,11 +238,11 @@ class Tokenizer:
     def _around_turn(self, rollout: Rollout) -> tuple[str, str]:
         if not rollout.chat:
             return "", ""
-        return self._template().around_turn
+        return self.chat_template.around_turn
 
-    def decode(self, ids: list[int]) -> str:
-        """The text without special tokens."""
-        return self._backend.decode(ids)
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """The text, without special tokens unless they are asked for."""
+        return self._backend.decode(ids, skip_special_tokens=not special_tokens)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

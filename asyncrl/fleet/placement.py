@@ -71,6 +71,7 @@ def demands(run: "Run", offer: Offer, engines: int | None = None) -> dict[str, D
     counts = {
         "buffer": 1,
         "reward": 1,
+        "gateway": int(run.agent.on),
         "drafter": int(drafter is not None),
         "trainer": run.trainer.ranks,
         "rollout": run.rollout.replicas if engines is None else engines,

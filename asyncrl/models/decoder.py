@@ -27,6 +27,7 @@ from asyncrl.models.config import ATTENTION, Experts, ModelConfig, projection_sh
 from asyncrl.models.experts import ExpertTensors, Route
 from asyncrl.models.layers import (
     Attend,
+    Exchange,
     Indices,
     NormScale,
     Rotate,
@@ -41,6 +42,7 @@ from asyncrl.models.policy import Adapted, PolicyModel, Taps
 
 if TYPE_CHECKING:
     from asyncrl.models.execution import Execution
+    from asyncrl.models.expert_parallel import ExpertGroup
 
 
 class LayerTensors(NamedTuple):
@@ -159,15 +161,21 @@ class ExpertMixture(nn.Module):
         self.router = nn.Parameter(torch.empty(experts.count, hidden, dtype=dtype))
         self.gate_up = nn.Parameter(torch.empty(experts.count * 2 * experts.width, hidden, dtype=dtype))
         self.down = nn.Parameter(torch.empty(experts.count * hidden, experts.width, dtype=dtype))
+        self.group: ExpertGroup | None = None
+        """Ranks that share the experts, if they do: `gate_up` and `down` then are sharded."""
 
     def tensors(self) -> ExpertTensors:
         experts, hidden = self.config, self.router.shape[1]
+        gate_up, down = self.gate_up, self.down
+        if self.group is not None:
+            gate_up, down = self.group.kept(gate_up), self.group.kept(down)
         return ExpertTensors(
             router_E_X=self.router.t(),
-            gate_up_X_E_F=self.gate_up.view(experts.count, 2 * experts.width, hidden).transpose(1, 2),
-            down_X_F_E=self.down.view(experts.count, hidden, experts.width).transpose(1, 2),
+            gate_up_X_E_F=gate_up.view(-1, 2 * experts.width, hidden).transpose(1, 2),
+            down_X_F_E=down.view(-1, hidden, experts.width).transpose(1, 2),
             active=experts.active,
             renormalized=experts.renormalized,
+            group=self.group,
         )
 
 
@@ -281,8 +289,11 @@ class Decoder(PolicyModel):
         taps: Taps | None = None,
         execution: "Execution | None" = None,
         route: Route | None = None,
+        exchange: Exchange | None = None,
     ) -> Tensor:
         attend = attention_for(rows, tokens_T.device, narrow=narrow)
+        if exchange is not None:
+            attend = exchange(attend)
         if execution is None:
             return self(tokens_T, positions_T, attend, taps, route=route)
         return self(tokens_T, positions_T, attend, taps, run=execution.layer, route=route)

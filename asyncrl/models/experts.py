@@ -9,14 +9,15 @@ asked instead of the scores where the choice was made before: in training, by th
 asked by the number of the layer, so a layer that is computed again in the backward chooses the same.
 
 On a GPU in bf16 the rows of all experts are multiplied by one kernel (`asyncrl.models.grouped`), else those of one
-expert after the other.
+expert after the other. Several ranks can share the experts (`asyncrl.models.expert_parallel`).
 
 Axis suffixes as in `asyncrl.models.decoder`, and X experts, C chosen experts of a token, R rows: a token once for each
 of its experts, sorted by expert.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from torch.nn import functional as F
 
 from asyncrl.models import grouped
 from asyncrl.models.adapters import UNCHANGED, Changes, LowRank, changed
+
+if TYPE_CHECKING:
+    from asyncrl.models.expert_parallel import ExpertGroup
 
 Route = Callable[[int, Tensor], Tensor]
 """(layer, scores_T_X) -> chosen_T_C: the experts of each token."""
@@ -52,6 +56,8 @@ class ExpertTensors(NamedTuple):
     down_X_F_E: Tensor
     active: int
     renormalized: bool
+    group: "ExpertGroup | None" = None
+    """The ranks that share the experts, if they do: the matrices then are those that this rank keeps."""
 
     def forward(
         self,
@@ -67,9 +73,15 @@ class ExpertTensors(NamedTuple):
         weight_T_C = scores_T_X.gather(1, chosen_T_C)
         if self.renormalized:
             weight_T_C = weight_T_C / weight_T_C.sum(1, keepdim=True)
-        together = grouped.has_kernel(x_T_E, *self.gate_up_X_E_F.shape[1:], self.down_X_F_E.shape[1])
-        answers = self._grouped_answers if together else self._looped_answers
-        y_T_C_E = answers(x_T_E if rounding is None else rounding(x_T_E), chosen_T_C, rounding, changes)
+        x_T_E = x_T_E if rounding is None else rounding(x_T_E)
+        if self.group is None:
+            y_T_C_E = self._answers(x_T_E, chosen_T_C, rounding, changes)
+        else:
+            here = self._replace(
+                gate_up_X_E_F=self.group.here(self.gate_up_X_E_F), down_X_F_E=self.group.here(self.down_X_F_E)
+            )
+            answer = partial(here._answers, rounding=rounding, changes=self.group.changes(changes))
+            y_T_C_E = self.group.answers(layer, x_T_E, chosen_T_C, scores_T_X.shape[1], answer)
         return (y_T_C_E * weight_T_C.to(y_T_C_E.dtype)[..., None]).sum(1)
 
     def scores(self, x_T_E: Tensor) -> Tensor:
@@ -80,17 +92,23 @@ class ExpertTensors(NamedTuple):
     def best(self, scores_T_X: Tensor) -> Tensor:
         return scores_T_X.topk(self.active, dim=-1).indices
 
+    def _answers(self, x_T_E: Tensor, chosen_T_C: Tensor, rounding: Rounding | None, changes: Changes) -> Tensor:
+        """Of each chosen expert."""
+        together = len(x_T_E) > 0 and grouped.has_kernel(x_T_E, *self.gate_up_X_E_F.shape[1:], self.down_X_F_E.shape[1])
+        answers = self._grouped_answers if together else self._looped_answers
+        return answers(x_T_E, chosen_T_C, rounding, changes)
+
     def _grouped_answers(
         self, x_T_E: Tensor, chosen_T_C: Tensor, rounding: Rounding | None, changes: Changes
     ) -> Tensor:
-        """Of each chosen expert, in bf16."""
+        """In bf16."""
         groups = grouped.Groups.of(chosen_T_C, len(self.gate_up_X_E_F))
         x_R_E = groups.rows(x_T_E.bfloat16())
         y_R_F = _gated(groups.changed_product(x_R_E, self.gate_up_X_E_F, changes.gate_up), rounding)
         return groups.back(groups.changed_product(y_R_F, self.down_X_F_E, changes.down))
 
     def _looped_answers(self, x_T_E: Tensor, chosen_T_C: Tensor, rounding: Rounding | None, changes: Changes) -> Tensor:
-        """The same. Rows go back to their tokens by their places, not by adding up in any order, so that the same batch
+        """Rows go back to their tokens by their places, not by adding up in any order, so that the same batch
         gives the same sums."""
         tokens, chosen = chosen_T_C.shape
         order_R = chosen_T_C.flatten().argsort(stable=True)
@@ -98,11 +116,11 @@ class ExpertTensors(NamedTuple):
         counts = torch.bincount(chosen_T_C.flatten(), minlength=len(self.gate_up_X_E_F)).tolist()
         found: list[Tensor] = []
         for expert, rows_E in enumerate(x_R_E.split(counts)):
-            if len(rows_E):
+            if len(rows_E) or not tokens:  # of no token at all there still is a gradient
                 gate_up_F = changed(rows_E @ self.gate_up_X_E_F[expert], rows_E, _of(changes.gate_up, expert))
                 y_F = _gated(gate_up_F, rounding)
                 found.append(changed(y_F @ self.down_X_F_E[expert], y_F, _of(changes.down, expert)))
-        return torch.cat(found)[order_R.argsort()].view(tokens, chosen, -1)
+        return torch.cat(found)[order_R.argsort()].unflatten(0, (tokens, chosen))
 
 
 def _gated(gate_up_R_F: Tensor, rounding: Rounding | None) -> Tensor:

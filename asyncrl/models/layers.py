@@ -26,6 +26,8 @@ Indices = npt.NDArray[np.int64]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_T_H_D, k_T_K_D, v_T_K_D) -> out_T_X, the heads side by side. It may answer for the first tokens only:
 nothing more is then computed of the others, as when all that is wanted of a prompt is its keys and values."""
+Exchange = Callable[[Attend], Attend]
+"""Attention of some of the tokens, from one of all of them: where several ranks share a batch."""
 Rotate = Callable[[Tensor], Tensor]
 """Turns heads shaped T_H_D by the angles of their tokens."""
 Rotation = Callable[[Tensor], Rotate]

@@ -19,7 +19,7 @@ from asyncrl.models.adapters import Adapter
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.experts import Route
 from asyncrl.models.head import UNSHAPED, LogitShape
-from asyncrl.models.layers import Indices
+from asyncrl.models.layers import Exchange, Indices
 from asyncrl.models.names import Part
 
 if TYPE_CHECKING:
@@ -71,9 +71,11 @@ class PolicyModel(nn.Module, ABC):
         taps: Taps | None = None,
         execution: "Execution | None" = None,
         route: Route | None = None,
+        exchange: Exchange | None = None,
     ) -> Tensor:
         """Final hidden states, normalised and ready for the output matrix. `rows` are the flat tokens that each sample
-        consists of; only with `packing="shared"` do they have tokens in common. `narrow`: products in bf16."""
+        consists of; only with `packing="shared"` do they have tokens in common. `narrow`: products in bf16. With an
+        `exchange` the tokens are some of those of the rows, and the other ranks have the rest."""
 
     @property
     @abstractmethod

@@ -32,7 +32,7 @@ from asyncrl.models.experts import Route
 from asyncrl.models.file_layout import file_layout
 from asyncrl.models.files import tensor_sizes
 from asyncrl.models.head import LogitShape
-from asyncrl.models.layers import Indices
+from asyncrl.models.layers import Exchange, Indices
 from asyncrl.models.names import Part
 from asyncrl.models.policy import Adapted, Packing, PolicyModel, Taps
 from asyncrl.system.optional import require
@@ -95,7 +95,9 @@ class TransformersModel(PolicyModel):
         taps: Taps | None = None,
         execution: "Execution | None" = None,
         route: Route | None = None,
+        exchange: Exchange | None = None,
     ) -> Tensor:
+        assert exchange is None, "attention of transformers sees the tokens of this rank only"
         assert sum(map(len, rows)) == len(tokens_T), "samples share tokens, which attention of transformers cannot"
         if execution is not None:
             self._recompute(execution.recomputed)

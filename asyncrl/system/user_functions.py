@@ -5,6 +5,8 @@ What has no such name, as a lambda or a function written in a notebook, can be k
 """
 
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
@@ -14,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, UserCodeError
 
 HERE = "here:"
 _kept: dict[str, Callable[..., Any]] = {}
@@ -64,6 +66,38 @@ def keep_here(function: Callable[..., Any], name: str) -> str:
     """Its location, good in this process alone; the same name again stands for the newer function."""
     _kept[f"{HERE}{name}"] = function
     return f"{HERE}{name}"
+
+
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+OURS = tuple(str(Path(__file__).parents[2] / name) + "/" for name in ("asyncrl", "actors", "pipelines"))
+
+
+def raised_at(error: BaseException) -> tuple[str, str]:
+    """`file:line` where the user's code raised an error, and that line; both empty where none of it was running.
+
+    What the user's code calls may have raised it: then the line is that of the call.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
+    own = [frame for frame in frames if not frame.filename.startswith((*OURS, *LIBRARIES))]
+    elsewhere = [frame for frame in frames if not frame.filename.startswith((*OURS, *LIBRARIES[:2]))]
+    found = (own or elsewhere)[-1:]
+    return (f"{found[0].filename}:{found[0].lineno}", (found[0].line or "").strip()) if found else ("", "")
+
+
+@contextmanager
+def calling(field: str, location: str, expected: str) -> Generator[None, None, None]:
+    """Around a call of the function that the setting `field` names: what it raises becomes a UserCodeError with the
+    line of the user's file. `expected` says what the function is called with, and what it has to return."""
+    try:
+        yield
+    except AsyncRLError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        place, source = raised_at(error)
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        rows = ([("in the line", source)] if source else []) + [("expected", expected)]
+        below = "".join(f"\n  {label:14}{text}" for label, text in rows)
+        raise UserCodeError(f"{field}={location}: {words}{f' ({place})' if place else ''}{below}") from error
 
 
 def is_here(location: str) -> bool:

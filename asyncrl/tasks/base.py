@@ -1,5 +1,6 @@
 """Where prompts come from."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 from zlib import crc32
 
@@ -25,6 +26,15 @@ class Bounded(Protocol):
     """A task that knows its longest prompt, so that a plan need not look for it."""
 
     def longest(self) -> Prompt: ...
+
+
+@runtime_checkable
+class Listed(Protocol):
+    """A task that is a list: all its prompts can be looked at before a run."""
+
+    def listed(self, most: int) -> Sequence[Prompt]:
+        """The first of them, in the order of the source."""
+        ...
 
 
 def is_held_out(text: str) -> bool:

@@ -6,15 +6,18 @@ eight of it is held out. A resumed run reads it again from its beginning, so it 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import lru_cache
+from itertools import count
 from typing import Any, cast
 
 from asyncrl.config.task import PythonTask
 from asyncrl.errors import ConfigError
-from asyncrl.system.user_functions import load_function
+from asyncrl.system.user_functions import calling, load_function
 from asyncrl.tasks.base import HELD_OUT_SHARE, Split, Task, is_held_out
 from asyncrl.tasks.tables import Rows, make_prompt
 from asyncrl.types import Prompt
 
+EXPECTED = "a function without arguments that returns a list or a generator of prompts"
+_END = object()
 MAX_DRAWS = 1000 * HELD_OUT_SHARE
 """For the next prompt of a split; one text in eight is held out, so a split without one among these has none."""
 
@@ -51,7 +54,8 @@ class Stream:
 @lru_cache(maxsize=8)
 def _read(function: Callable[[], Any], source: str) -> Stream | list[Prompt]:
     """An iterator can be read once, and both plans and runs read it: they share what was read."""
-    items = function()
+    with calling("task.function", source.partition("=")[2], EXPECTED):
+        items = function()
     if not isinstance(items, Iterable):
         raise ConfigError(f"{source} returns {items!r:.100}, which cannot be iterated over; return a list, say")
     if not isinstance(items, Sized):
@@ -62,7 +66,12 @@ def _read(function: Callable[[], Any], source: str) -> Stream | list[Prompt]:
 
 
 def _prompts(items: Iterable[Any], source: str) -> Iterator[Prompt]:
-    for number, item in enumerate(items):
+    each = iter(items)
+    for number in count():
+        with calling("task.function", source.partition("=")[2], EXPECTED):
+            item = next(each, _END)
+        if item is _END:
+            return
         try:
             yield _prompt(item, f"python:{number}")
         except ValueError as error:

@@ -16,6 +16,7 @@ from asyncrl.config.task import (
     PythonTask,
     ReasoningGymTask,
     TaskBase,
+    VerifiersTask,
 )
 from asyncrl.tasks.base import Task
 
@@ -27,6 +28,7 @@ TASKS: dict[type[TaskBase], str] = {
     PythonTask: "asyncrl.tasks.python:python_task",
     CodeTask: "asyncrl.tasks.code:Code",
     ReasoningGymTask: "asyncrl.tasks.reasoning_gym:ReasoningGym",
+    VerifiersTask: "asyncrl.tasks.verifiers:verifiers_task",
 }
 """As `module:name`. Some need optional packages."""
 

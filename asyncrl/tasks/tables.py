@@ -3,6 +3,7 @@
 `Rows` is what all tables share; then JSON lines, Parquet and Hugging Face datasets.
 """
 
+import codecs
 import json
 import math
 from abc import ABC, abstractmethod
@@ -49,6 +50,9 @@ class Rows:
         epoch, position = divmod(index, len(prompts))
         return prompts[self._order(split, epoch)[position]]
 
+    def listed(self, most: int) -> Sequence[Prompt]:
+        return [prompt for split in self._prompts.values() for prompt in split][:most]
+
     def _shuffle(self, split: Split, epoch: int) -> list[int]:
         order = list(range(len(self._prompts[split])))
         Random(f"{self._seed}/{split}/{epoch}").shuffle(order)
@@ -80,6 +84,8 @@ def make_prompts(rows: Iterable[Mapping[str, Any]], columns: Columns, source: st
 
 def make_prompt(prompt: Any, answer: Any, uid: str) -> Prompt:
     """From a text, or from a chat as a list of {"role": ..., "content": ...} that ends with the user; or ValueError."""
+    if prompt is None or isinstance(prompt, bool | int | float):
+        raise ValueError(f"the prompt is {json.dumps(prompt)}, and not a text: write it in quotes")
     turns = [prompt] if isinstance(prompt, str) else _turns(prompt)
     if not turns[-1]:
         raise ValueError("the prompt is empty")
@@ -96,7 +102,10 @@ def _turns(prompt: Any) -> list[str]:
             f'{prompt!r:.200} is neither a text nor a chat such as [{{"role": "user", "content": "1+1="}}] of '
             f"the user's and the assistant's turns, the user's last{system}"
         )
-    return [str(message["content"]) for message in messages]
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(content := message.get("content"), str):
+            raise ValueError(f"the content of message {number} is {content!r:.200}, and not a text")
+    return [message["content"] for message in messages]
 
 
 def _text(answer: Any) -> str:
@@ -125,19 +134,46 @@ class Lines(Rows, ABC):
 
     def _read(self, path: Path) -> list[Prompt]:
         try:
-            lines = path.read_bytes().splitlines()
+            raw = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"task.path={path} cannot be read: {error.strerror}") from None
-        prompts = [self._parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ConfigError(f"task.path={path} is UTF-16: convert it with `iconv -f utf-16 -t utf-8`")
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+        items = _array(raw)
+        what, lines = ("line", raw.splitlines()) if items is None else ("item", items)
+        numbered = enumerate(lines, start=1)
+        prompts = [
+            self._parse(f"{path}, {what} {number}", path, number, line) for number, line in numbered if line.strip()
+        ]
         if not prompts:
             raise ConfigError(f"task.path={path} holds no prompt; write one JSON object with `prompt` per line")
         return prompts
 
-    def _parse(self, path: Path, number: int, line: bytes) -> Prompt:
+    def _parse(self, place: str, path: Path, number: int, line: bytes) -> Prompt:
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            byte = line[error.start]
+            raise ConfigError(
+                f"{place}: not UTF-8 at byte {error.start + 1} (0x{byte:02x}, {chr(byte)!r} in Latin-1): convert the "
+                "file, as with `iconv -f latin1 -t utf-8`"
+            ) from None
         try:
             return self._decode(line, f"{path.name}:{number}")
         except (msgspec.DecodeError, ValueError) as error:
-            raise ConfigError(f"{path}, line {number}: {error}; expected an object such as {self.EXAMPLE}") from None
+            whole = ", all of it on one line" if "truncated" in str(error) else ""
+            raise ConfigError(f"{place}: {error}; expected an object such as {self.EXAMPLE}{whole}") from None
+
+
+def _array(raw: bytes) -> list[bytes] | None:
+    """The items of a file that is one JSON array, as some programs write it; None if it is none."""
+    if not raw.lstrip().startswith(b"["):
+        return None
+    try:
+        return [bytes(item) for item in msgspec.json.decode(raw, type=list[msgspec.Raw])]
+    except (msgspec.DecodeError, UnicodeDecodeError):  # its lines say where it is wrong
+        return None
 
 
 class Jsonl(Lines):

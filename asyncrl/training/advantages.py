@@ -5,10 +5,15 @@ REINFORCE++ that is a reward, of which `TokenAdvantages` makes the advantages of
 
     reward at the last token -> less a KL penalty at each -> generalised advantage estimation -> normalised over the
     tokens of the step
+
+A turn's own reward counts for its tokens: it is added to that of its episode before the baseline is taken off. For PPO
+and REINFORCE++ it lies at the turn's last token, and so counts for all that was sampled before it as well.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -23,18 +28,64 @@ from asyncrl.training.batches import Block, PackedBatch, block
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.forward import PolicyForward
-from asyncrl.types import Group
+from asyncrl.types import Floats, Group, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 def with_advantages(run: Run, groups: Sequence[Group], routes: RouteShape | None = None) -> list[Block]:
     """The groups that there is something to learn from, as blocks; `routes` are those that all of them must have."""
     rewards = [_rewards(run, group) for group in groups]
-    advantages = registry.entry(run.algorithm).advantages(run.algorithm, rewards)
-    blocks = [block(group, found.tolist(), routes) for group, found in zip(groups, advantages, strict=True)]
+    own = [[_turn_rewards(trajectory) for trajectory in group.trajectories] for group in groups]
+    rated = [any(turn_N.any() for turn_N in turns) for turns in own]
+    entry = registry.entry(run.algorithm)
+    totals = rewards
+    if entry.whole_step and any(rated):
+        totals = [reward_G + [turn_N.sum() for turn_N in turns] for reward_G, turns in zip(rewards, own, strict=True)]
+    advantages = entry.advantages(run.algorithm, totals)
+    blocks: list[Block] = []
+    for group, reward_G, turns, is_rated, found_G in zip(groups, rewards, own, rated, advantages, strict=True):
+        found: Sequence[float | Floats] = found_G.tolist()
+        if is_rated and entry.whole_step:
+            totals_G = zip(found_G.tolist(), turns, group.trajectories, strict=True)
+            found = [_spread(_to_come(total, turn_N), t) for total, turn_N, t in totals_G]
+        elif is_rated:
+            both = [reward + turn_N for reward, turn_N in zip(reward_G, turns, strict=True)]
+            if (found_N := entry.turns(run.algorithm, both)) is None:
+                _tell()
+            else:
+                found = [_spread(each_N, t) for each_N, t in zip(found_N, group.trajectories, strict=True)]
+        blocks.append(block(group, found, routes))
     if _learns_from_everything(run):
-        return blocks
+        return [block for block in blocks if block.answers]
     # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
-    return [block for block in blocks if any(answer.advantage != 0.0 for answer in block.answers)]
+    return [block for block in blocks if any(answer.advantages.any() for answer in block.answers)]
+
+
+def _turn_rewards(trajectory: Trajectory) -> Rewards:
+    """Its turns' own; one turn where it has none."""
+    turns = () if trajectory.episode is None else trajectory.episode.turns
+    return np.array([turn.reward for turn in turns] or [0.0], np.float64)
+
+
+def _spread(value_N: Rewards, trajectory: Trajectory) -> Floats:
+    """From turns to sampled tokens."""
+    turns = () if trajectory.episode is None else trajectory.episode.turns
+    lengths = [turn.stop - turn.start for turn in turns] or [trajectory.sampled_tokens]
+    return np.repeat(value_N.astype(np.float32), lengths)
+
+
+def _to_come(total: float, turn_N: Rewards) -> Rewards:
+    """In each turn, of a sample's `total`: what was not earned before it."""
+    return total - (turn_N.cumsum() - turn_N)
+
+
+@cache
+def _tell() -> None:
+    log.warning(
+        "rewards of single turns are left out, because algorithm.advantages knows those of whole samples only: "
+        "give them in the episode's reward, or leave algorithm.advantages out"
+    )
 
 
 def _learns_from_everything(run: Run) -> bool:
@@ -87,7 +138,7 @@ class TokenAdvantages:
         """Over the shares of all ranks."""
         if self._ranks.world == 1:
             return whitened(advantages)
-        mine = b"".join(part.cpu().numpy().tobytes() for part in advantages)
+        mine = b"".join(part.cpu().numpy().tobytes() for part in advantages if self._ranks.reports)
         parts = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in self._ranks.exchange(mine) if part]
         everything = torch.cat(parts)
         return [standardized(part, everything.to(part.device)) for part in advantages]
@@ -98,9 +149,10 @@ class TokenAdvantages:
 
     @torch.no_grad()
     def _rewards(self, batch: PackedBatch) -> Tensor:
-        """The sample's reward at its last token; a KL penalty at each. `advantage_L` still holds plain rewards."""
+        """The sample's reward at its last token, those of turns at theirs; a KL penalty at each. `advantage_L` still
+        holds the rewards that are to come: what changes from one token to the next was earned there."""
         last_S = torch.tensor(batch.lengths, device=batch.advantage_L.device).cumsum(0) - 1
-        reward_L = torch.zeros_like(batch.advantage_L)
+        reward_L = batch.advantage_L - batch.advantage_L.roll(-1)
         reward_L[last_S] = batch.advantage_L[last_S]
         if self._penalty is None:
             return reward_L

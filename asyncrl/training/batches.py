@@ -1,9 +1,13 @@
 """Groups to packed batches: tokens one after the other, no padding, each prompt once, at most a token budget each.
 
 Axis suffixes: T all tokens of a batch, L its sampled tokens. The samples of a group share their prompt, so a block is
-the prompt followed by each answer without its last token, from which nothing is predicted. Logits are needed only
+the prompt followed by each answer up to its last sampled token, from which nothing is predicted. Logits are needed only
 where the *next* token was sampled: `predict_L` points at those positions, and everything per sampled token has the
 same length.
+
+The answer of an episode may be a tree (`asyncrl.data.episodes`): then it has a row for each path that leads to sampled
+tokens, and what paths have in common is computed once, like a prompt. A model whose rows cannot have tokens in common
+computes each path by itself. Either way a sampled token is predicted once, in the order in which it was sampled.
 
 Where routes are replayed, each of the T tokens has its own: those that an engine fed are just those that are computed
 here. A prompt is computed once, so it has the routes of the first trajectory.
@@ -11,15 +15,19 @@ here. A prompt is computed once, so it has the routes of the first trajectory.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncrl.data.episodes import Path, Places, Tree, predicting_tree
 from asyncrl.errors import RouteError
+from asyncrl.models.collectives import RankGroup
 from asyncrl.models.layers import Indices
 from asyncrl.models.policy import Packing
 from asyncrl.models.routes import Routes, RouteShape
+from asyncrl.training.distributed.context import Part
 from asyncrl.types import GIVEN, Floats, Group, Ints, Slot, Trajectory
 
 
@@ -32,15 +40,38 @@ class Answer:
     sampled: npt.NDArray[np.bool_]
     """False for tokens given in between, such as a tool's."""
     versions: Ints
-    advantage: float
+    advantages: Floats
+    """Of its sampled tokens."""
     slot: Slot
     precision: str
     routes: Routes | None = None
     """Of its tokens but the last."""
+    tree: Tree | None = None
+    """How its tokens follow one another where that is not a line; its places count from the beginning of the prompt."""
 
     @property
     def num_sampled(self) -> int:
         return int(self.sampled.sum())
+
+    @property
+    def _last(self) -> int:
+        """Place of the last sampled token."""
+        return len(self.sampled) - 1 - int(self.sampled[::-1].argmax())
+
+    def paths(self, prompt: int) -> Sequence[Path]:
+        """What is computed of it behind a prompt of so many tokens; the prompt belongs to the paths."""
+        return [Path(np.arange(prompt + self._last), 0)] if self.tree is None else self.tree.paths
+
+    def before(self, prompt: int) -> Places:
+        """The token that each sampled one goes on from."""
+        places = prompt + np.flatnonzero(self.sampled)
+        return places - 1 if self.tree is None else self.tree.before[places]
+
+    def num_computed(self, prompt: int) -> int:
+        """Of its own tokens, each once."""
+        if self.tree is None:
+            return self._last
+        return sum(int((path.places[path.shared :] >= prompt).sum()) for path in self.tree.paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +82,30 @@ class Block:
     answers: Sequence[Answer]
     routes: Routes | None = None
     """Of the prompt."""
+    shared: bool = True
+    """Whether tokens that several rows have are computed once, or in each row."""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + sum(len(answer.tokens) - 1 for answer in self.answers)
+        prompt = len(self.prompt)
+        if self.shared:
+            return prompt + sum(answer.num_computed(prompt) for answer in self.answers)
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of its rows."""
+        return [len(path.places) for answer in self.answers for path in answer.paths(len(self.prompt))]
+
+
+class Row(NamedTuple):
+    """What one row of a batch consists of."""
+
+    sample: int
+    prompt: int
+    """Tokens of the prompt that the sample has in common with its group."""
+    path: Path
+    """Places in the sample's trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +115,9 @@ class PackedBatch:
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     rows: list[Indices]
-    """The positions in T that each sample consists of: the shared prompt's, then its own."""
+    """The positions in T that each sample consists of: the shared prompt's, then its own. A tree has several rows."""
+    sources: list[Row]
+    """The same in the samples."""
     predict_L: torch.Tensor
     target_L: torch.Tensor
     behaviour_logp_L: torch.Tensor
@@ -77,11 +130,24 @@ class PackedBatch:
     """Nothing to learn from: it is computed because the other ranks compute."""
     routes_T_L_C: torch.Tensor | None = None
     """The experts of each token, where they are replayed (`asyncrl.models.routes`)."""
+    part: Part | None = None
+    """This rank's, where several share the batch."""
+
+    @property
+    def here(self) -> Part:
+        """What this rank computes of it."""
+        if self.part is not None:
+            return self.part
+        return Part(self.tokens_T, self.positions_T, self.predict_L, self.target_L, self.routes_T_L_C)
+
+    def shared(self, group: RankGroup) -> "PackedBatch":
+        """Of a batch on the host: the ranks of the group compute it together."""
+        return replace(self, part=self.here.of(group))
 
     def to(self, device: torch.device) -> "PackedBatch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **moved)
+        return replace(self, **moved, part=None if self.part is None else self.part.to(device))
 
     @property
     def lengths(self) -> list[int]:
@@ -89,30 +155,54 @@ class PackedBatch:
         return [answer.num_sampled for answer in self.answers]
 
 
-def block(group: Group, advantages: Sequence[float], shape: RouteShape | None = None) -> Block:
-    """A group as a block; its trajectories must begin with the same given tokens. With a `shape` all have routes."""
-    first = group.trajectories[0]
-    length = int(np.argmax(first.versions != GIVEN))
-    prompt = first.tokens[:length]
+def block(group: Group, advantages: Sequence[float | Floats], shape: RouteShape | None = None) -> Block:
+    """A group as a block; an advantage is that of a sample, or of each of its sampled tokens. With a `shape` all have
+    routes. Trajectories must begin with the same given tokens, unless a harness has chosen them: then what all begin
+    with is the prompt."""
+    prompt = _prompt(group.trajectories)
+    length = len(prompt)
     routes = [None if shape is None else _routes(trajectory, shape) for trajectory in group.trajectories]
     answers: list[Answer] = []
     for trajectory, advantage, own in zip(group.trajectories, advantages, routes, strict=True):
-        tokens, sampled = trajectory.tokens, trajectory.versions != GIVEN
-        if not length or sampled[:length].any() or not np.array_equal(tokens[:length], prompt):
-            raise ValueError(f"trajectory {trajectory.slot} does not begin with the prompt of its group")
+        sampled = trajectory.versions != GIVEN
+        if not sampled.any():  # a harness that was never answered
+            continue
         answers.append(
             Answer(
-                tokens=tokens[length:],
+                tokens=trajectory.tokens[length:],
                 logprobs=trajectory.logprobs[length:],
                 sampled=sampled[length:],
                 versions=trajectory.versions[length:],
-                advantage=advantage,
+                advantages=np.broadcast_to(np.asarray(advantage, np.float32), int(sampled.sum())),
                 slot=trajectory.slot,
                 precision=trajectory.precision,
                 routes=None if own is None else own[length:],
+                tree=predicting_tree(sampled, trajectory.branches) if trajectory.branches else None,
             )
         )
     return Block(prompt, answers, None if routes[0] is None else routes[0][:length])
+
+
+def _prompt(trajectories: Sequence[Trajectory]) -> Ints:
+    """What all begin with, before anything was sampled, and before the first branch."""
+    first, *others = (_opening(trajectory) for trajectory in trajectories)
+    length = len(first)
+    for trajectory, opening in zip(trajectories[1:], others, strict=True):
+        most = min(length, len(opening))
+        differs = np.flatnonzero(opening[:most] != first[:most])
+        common = int(differs[0]) if len(differs) else most
+        if common < length and trajectory.episode is None:
+            raise ValueError(f"trajectory {trajectory.slot} does not begin with the prompt of its group")
+        length = common
+    return first[:length]
+
+
+def _opening(trajectory: Trajectory) -> Ints:
+    sampled = trajectory.versions != GIVEN
+    stop = int(np.argmax(sampled)) if sampled.any() else len(sampled)
+    if not stop:
+        raise ValueError(f"trajectory {trajectory.slot} does not begin with the prompt of its group")
+    return trajectory.tokens[: min([stop, *(branch.start for branch in trajectory.branches[:1])])]
 
 
 def _routes(trajectory: Trajectory, shape: RouteShape) -> Routes:
@@ -161,7 +251,7 @@ def _laid_out(blocks: Iterable[Block], packing: Packing) -> Sequence[Block]:
     """Where no prompt is shared, each answer has it for itself."""
     if packing == "shared":
         return list(blocks)
-    return [replace(block, answers=[answer]) for block in blocks for answer in block.answers]
+    return [replace(block, answers=[answer], shared=False) for block in blocks for answer in block.answers]
 
 
 def _tokens(part: Block) -> int:
@@ -169,17 +259,16 @@ def _tokens(part: Block) -> int:
 
 
 def _filled(parts: Iterable[Block], token_budget: int, packing: Packing) -> Iterator[list[Block]]:
-    """Padded, each counts as many tokens as the first of its batch, which is the longest."""
+    """Padded, each row counts as many tokens as the longest of its batch."""
     chosen: list[Block] = []
-    used = 0
+    tokens = rows = longest = 0
     for part in sorted(parts, key=_tokens, reverse=True):
-        counted = chosen[0].num_tokens if chosen and packing == "padded" else part.num_tokens
-        if chosen and used + counted > token_budget:
+        lengths = part.lengths
+        tokens, rows, longest = tokens + part.num_tokens, rows + len(lengths), max(longest, *lengths)
+        if chosen and (rows * longest if packing == "padded" else tokens) > token_budget:
             yield chosen
-            chosen, used = [], 0
-            counted = part.num_tokens
+            chosen, tokens, rows, longest = [], part.num_tokens, len(lengths), max(lengths)
         chosen.append(part)
-        used += counted
     if chosen:
         yield chosen
 
@@ -198,22 +287,30 @@ def _split(whole: Block, token_budget: int) -> Iterator[Block]:
 def _batch(blocks: list[Block]) -> PackedBatch:
     tokens: list[Ints] = []
     rows: list[Indices] = []
+    sources: list[Row] = []
     predict: list[Indices] = []
     routes: list[Routes] = []
-    answers = [answer for block in blocks for answer in block.answers]
+    answers: list[Answer] = []
     end = 0
     for part in blocks:
-        shared = np.arange(end, end + len(part.prompt))
-        tokens.append(part.prompt)
-        end += len(part.prompt)
-        routes += [part.routes] if part.routes is not None else []
+        length = len(part.prompt)
+        prompt_place = np.full(length, -1)
         for answer in part.answers:
-            routes += [answer.routes] if answer.routes is not None else []
-            row = np.concatenate([shared, np.arange(end, end + len(answer.tokens) - 1)])
-            tokens.append(answer.tokens[:-1])
-            end += len(answer.tokens) - 1
-            rows.append(row)
-            predict.append(row[len(shared) - 1 :][answer.sampled])
+            whole = np.concatenate([part.prompt, answer.tokens])
+            place = np.concatenate([prompt_place, np.full(len(answer.tokens), -1)])
+            for path in answer.paths(length):
+                # A path goes on from what is there already, so what is new of it comes last.
+                fresh = path.places[place[path.places] < 0] if part.shared else path.places
+                place[fresh] = np.arange(end, end + len(fresh))
+                end += len(fresh)
+                tokens.append(whole[fresh])
+                rows.append(place[path.places])
+                sources.append(Row(len(answers), length, path))
+                if part.routes is not None and answer.routes is not None:
+                    routes.append(np.concatenate([part.routes, answer.routes])[fresh])
+            prompt_place = place[:length]
+            predict.append(place[answer.before(length)])
+            answers.append(answer)
     positions = np.empty(end, dtype=np.int64)
     for row in rows:
         positions[row] = np.arange(len(row))
@@ -222,11 +319,12 @@ def _batch(blocks: list[Block]) -> PackedBatch:
         tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
         positions_T=torch.from_numpy(positions),
         rows=rows,
+        sources=sources,
         predict_L=torch.from_numpy(np.concatenate(predict)),
         target_L=torch.from_numpy(np.concatenate([a.tokens[a.sampled] for a in answers]).astype(np.int64)),
         behaviour_logp_L=torch.from_numpy(np.concatenate([a.logprobs[a.sampled] for a in answers])),
         version_L=torch.from_numpy(np.concatenate([a.versions[a.sampled] for a in answers]).astype(np.int64)),
-        advantage_L=torch.from_numpy(np.repeat(np.array([a.advantage for a in answers], np.float32), lengths)),
+        advantage_L=torch.from_numpy(np.concatenate([a.advantages for a in answers])),
         sample_L=torch.from_numpy(np.repeat(np.arange(len(answers)), lengths)),
         answers=answers,
         routes_T_L_C=torch.from_numpy(np.concatenate(routes)) if routes else None,
@@ -238,7 +336,7 @@ NEXT = Answer(
     logprobs=np.zeros(1, np.float32),
     sampled=np.ones(1, np.bool_),
     versions=np.zeros(1, np.int32),
-    advantage=0.0,
+    advantages=np.zeros(1, np.float32),
     slot=Slot(0, 0),
     precision="fp32",
 )

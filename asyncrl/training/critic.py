@@ -50,7 +50,8 @@ class Critic(nn.Module):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Of the state before each sampled token."""
-        return predicting_states(self.body, batch, self._settings, execution=self._execution) @ self.head
+        value_L = predicting_states(self.body, batch, self._settings, execution=self._execution) @ self.head
+        return batch.here.whole(value_L)
 
     def learn(self, batch: PackedBatch, return_L: Tensor) -> None:
         loss = losses.critic(self(batch), return_L).sum() * (not batch.idle)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.base import Samples
 from asyncrl.algorithms.corrections import LOG_RATIO_BOUND, Corrected
+from asyncrl.errors import RankError
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.report import OffPolicy, Share
 from asyncrl.types import Slot
@@ -203,6 +204,8 @@ class RankStats:
     off_policy: OffPolicy | None
     expert_load: Tensor | None = None
     """How often each expert was chosen, by layer; None without experts, and where nothing was computed."""
+    mismatch: str = ""
+    """What a rank received that was not sent."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -213,16 +216,31 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     observed: list[tuple[bytes, bytes, list[str]]]
     off_policy: OffPolicy | None
     expert_load: list[list[int]] | None
+    mismatch: str
 
 
 def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
-    """Everything added up, the same on every rank."""
+    """Everything added up, the same on every rank; of ranks that share their batches the first has the figures.
+    RankError, on every rank, if one received other tokens than were sent."""
+    if not ranks.reports:
+        mine = RankStats(0.0, 0.0, mine.fault, {}, [], None, mismatch=mine.mismatch)
     observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
     load = None if mine.expert_load is None else mine.expert_load.tolist()
-    message = _Message(mine.loss, mine.critic_loss, mine.fault, mine.sums, observed, mine.off_policy, load)
+    message = _Message(
+        mine.loss,
+        mine.critic_loss,
+        mine.fault,
+        mine.sums,
+        observed,
+        mine.off_policy,
+        load,
+        mine.mismatch,
+    )
     all_ranks = [
         msgspec.msgpack.decode(part, type=_Message) for part in ranks.exchange(msgspec.msgpack.encode(message))
     ]
+    if mismatch := next((each.mismatch for each in all_ranks if each.mismatch), ""):
+        raise RankError(mismatch)
     sums: dict[str, float] = {}
     for name, value in (pair for each in all_ranks for pair in each.sums.items()):
         sums[name] = sums.get(name, 0.0) + value

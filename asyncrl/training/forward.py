@@ -1,4 +1,10 @@
-"""The forward of training: log-probabilities of the sampled tokens, and hidden states for the critic."""
+"""The forward of training: log-probabilities of the sampled tokens, and hidden states for the critic.
+
+Of a batch that several ranks share each computes its part, and all of them then have the log-probabilities of all of it
+(`asyncrl.training.distributed.context`).
+"""
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +18,7 @@ from asyncrl.models.head import WHOLE, Support, TokenLogprobs, bf16_logits, chun
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import PackedBatch
+from asyncrl.training.distributed.context import Part
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.memory import chunk_tokens
 from asyncrl.training.routes import ObservedRoutes
@@ -27,17 +34,24 @@ def predicting_states(
     execution: Execution = PLAIN,
     route: Route | None = None,
 ) -> Tensor:
-    """The hidden state from which each sampled token was predicted."""
-    narrow = settings.dtype == "bf16"
+    """The hidden state from which each sampled token of this rank's part was predicted."""
+    here, narrow = batch.here, settings.dtype == "bf16"
     taps = None if tap is None else tap.taps()
     with torch.autocast(batch.tokens_T.device.type, dtype=torch.bfloat16, enabled=narrow):
         hidden_T = model.states(
-            batch.tokens_T, batch.positions_T, batch.rows, narrow=narrow, taps=taps, execution=execution, route=route
+            here.tokens_T,
+            here.positions_T,
+            batch.rows,
+            narrow=narrow,
+            taps=taps,
+            execution=execution,
+            route=route,
+            exchange=None if here.group is None else partial(here.attend, narrow=narrow),
         )
     if tap is not None and taps is not None:
         tap.take(batch, hidden_T, taps.found_T_E)
     # The end of a prompt predicts the first token of many completions; an embedding's backward adds them up fast.
-    return functional.embedding(batch.predict_L, hidden_T)
+    return functional.embedding(here.predict_L, hidden_T)
 
 
 def all_logits(model: PolicyModel, hidden_L_E: Tensor, *, narrow: bool) -> Tensor:
@@ -63,12 +77,14 @@ class PolicyForward:
 
     def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
         if self._routes is None:
-            return self._logprobs(batch, entropy, tap, None)
-        route = ObservedRoutes(self._routes, batch.predict_L, batch.routes_T_L_C, balanced=self._balanced)
-        return self._logprobs(batch, entropy, tap, route)._replace(routing=route.found)
+            return _of_all_parts(batch.here, self._logprobs(batch, entropy, tap, None))
+        route = ObservedRoutes(self._routes, batch.here, balanced=self._balanced)
+        return _of_all_parts(batch.here, self._logprobs(batch, entropy, tap, route)._replace(routing=route.found))
 
     def _logprobs(self, batch: PackedBatch, entropy: bool, tap: HiddenTap | None, route: Route | None) -> TokenLogprobs:
+        """Of this rank's part."""
         hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution, route)
+        target_L = batch.here.target_L
         output_V_E, narrow = self._model.output_matrix, self._settings.dtype == "bf16"
         chunk = chunk_tokens(self._settings.logits_bytes, len(output_V_E))
         if len(hidden_L_E) > chunk:
@@ -77,7 +93,7 @@ class PolicyForward:
             return chunked_logprobs(
                 hidden_L_E,
                 output_V_E,
-                batch.target_L,
+                target_L,
                 temperature=self._temperature,
                 chunk=chunk,
                 entropy=entropy,
@@ -87,7 +103,23 @@ class PolicyForward:
             )
         logits_L_V = all_logits(self._model, hidden_L_E, narrow=narrow)
         logits_L_V, outside_L = policy_logits(
-            logits_L_V, batch.target_L, temperature=self._temperature, support=self._support
+            logits_L_V, target_L, temperature=self._temperature, support=self._support
         )
-        logp_L = torch.log_softmax(logits_L_V, dim=-1).gather(1, batch.target_L[:, None]).squeeze(1)
+        logp_L = torch.log_softmax(logits_L_V, dim=-1).gather(1, target_L[:, None]).squeeze(1)
         return TokenLogprobs(logp_L, losses.entropy(logits_L_V) if entropy else None, outside_L)
+
+
+def _of_all_parts(here: Part, found: TokenLogprobs) -> TokenLogprobs:
+    """What is there for each token, from the ranks that share the batch; all of it travels at once."""
+    if here.group is None:
+        return found
+    rerouted_L = None if found.routing is None else found.routing.rerouted_L
+    columns = [found.logp_L, found.entropy_L, found.outside_L, rerouted_L]
+    whole = iter(here.whole(torch.stack([each.float() for each in columns if each is not None], 1)).unbind(1))
+    logp_L, entropy_L, outside_L, rerouted_L = (None if each is None else next(whole) for each in columns)
+    assert logp_L is not None
+    if found.routing is not None:
+        found = found._replace(
+            routing=found.routing._replace(rerouted_L=None if rerouted_L is None else rerouted_L.detach())
+        )
+    return TokenLogprobs(logp_L, entropy_L, None if outside_L is None else outside_L > 0, found.routing)

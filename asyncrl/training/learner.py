@@ -10,6 +10,7 @@ Of several ranks each has a learner, which is given all groups and works on its 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -20,9 +21,10 @@ from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Caution, Corrected
 from asyncrl.config import Run
 from asyncrl.config.trainer import Trainer
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, RankError
 from asyncrl.models import lora
 from asyncrl.models.checkpoint import empty_policy
+from asyncrl.models.degrees import check_degrees
 from asyncrl.models.execution import Execution
 from asyncrl.models.experts import Routing
 from asyncrl.models.names import hf_tensors
@@ -143,6 +145,7 @@ class Learner:
 
     def _load(self, path: Path, dtype: torch.dtype, *, adapt: bool = False) -> PolicyModel:
         model = self.ranks.load(path, self._run.model.backend, self.device, dtype)
+        check_degrees(self._settings, model.config)
         if adapt:
             lora.attach(model, self.lora, self._run.seed)
         self.ranks.shard(model, model, path, torch.bfloat16 if self._settings.dtype == "bf16" else torch.float32)
@@ -165,7 +168,7 @@ class Learner:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         compile = compiles(self._settings.compile, self.device.type)
         whole = self.model_config.experts is None and self.model_config.backend == "native"
-        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole
+        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole and self.ranks.context is None
         again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
         return Execution(again, compile, flash)
 
@@ -190,6 +193,8 @@ class Learner:
         """Forward and backward; gradients add up until `step`."""
         self._samples += sum(len(group.trajectories) for group in groups)
         self._tokens += sum(t.sampled_tokens for group in groups for t in group.trajectories)
+        if self.ranks.world > 1:
+            self._compare_samples(groups)
         self.momentum.observe((t for group in groups for t in group.trajectories), self.version)
         if self._left_out:
             return
@@ -198,15 +203,35 @@ class Learner:
         else:
             self._learn(groups)
 
+    def _compare_samples(self, groups: Sequence[Group]) -> None:
+        """RankError, on every rank, unless all have the same: else some would wait for what others never compute."""
+        checksum = 0
+        for trajectory in (t for group in groups for t in group.trajectories):
+            checksum = crc32(trajectory.tokens.tobytes(), checksum)
+        first, *others = self.ranks.exchange(str(checksum).encode())
+        if differing := [str(rank) for rank, given in enumerate(others, 1) if given != first]:
+            raise RankError(
+                f"the trainer's ranks were given other samples than rank 0: {', '.join(differing)} of "
+                f"{self.ranks.world}; resume the run from its last checkpoint"
+            )
+
     def _learn(self, groups: Sequence[Group]) -> None:
         blocks = with_advantages(self._run, groups, self._routes)
-        own = share(blocks, self._settings.token_budget, self.ranks.rank, self.ranks.world, self.model.packing)
+        own = share(blocks, self._token_budget, self.ranks.share, self.ranks.shares, self.model.packing)
+        if self.ranks.context is not None:
+            own = [batch.shared(self.ranks.context) for batch in own]
         batches = [batch.to(self.device) for batch in own]
         if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
         for batch in batches if self._trains_policy else ():
             self._backward(batch)
+
+    @property
+    def _token_budget(self) -> int:
+        """Of a batch: that of every rank which shares it."""
+        context = self.ranks.context
+        return self._settings.token_budget * (1 if context is None else context.size)
 
     @property
     def _left_out(self) -> bool:
@@ -362,7 +387,14 @@ class Learner:
             return
         critic_loss = self.critic.loss if self.critic is not None else 0.0
         mine = RankStats(
-            self._loss, critic_loss, self._fault, self._sums, self._observed, self._off_policy, self._expert_load
+            self._loss,
+            critic_loss,
+            self._fault,
+            self._sums,
+            self._observed,
+            self._off_policy,
+            self._expert_load,
+            mismatch=self.ranks.mismatch(),
         )
         found = of_all(self.ranks, mine)
         self._loss, self._fault, self._sums, self._observed = found.loss, found.fault, found.sums, found.observed

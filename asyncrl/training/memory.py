@@ -7,6 +7,9 @@ The peak lies in the backward, with the gradients of earlier batches there:
         layer   the one that is computed again, where activations are not kept, and what its backward needs besides
 
 Of several ranks each has its part of the first three; whole are the embeddings, and two layers while they compute.
+Ranks that share a batch each have their part of its tokens; in attention they have all of them and a part of the heads,
+which is as much, if no key/value head is sent to several. Ranks that share experts have their part of a layer's while
+it computes, and until the backward where its activations are kept; tokens are taken to be spread evenly over them.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
 that autograd really keeps. Compiled, which no layer with experts is as a whole, it keeps what
 `asyncrl.models.execution` says. Sizes: E hidden, F gated layer, H query heads, K key/value heads, D head dimension.
@@ -15,6 +18,7 @@ Of a model of transformers the number of weights is that of its files, and what 
 as two layers of ours with the same sizes (measured: 1.0 to 2.5, most with linear attention).
 """
 
+from math import lcm
 from typing import NamedTuple
 
 import msgspec
@@ -47,6 +51,7 @@ class Batch(NamedTuple):
     """The largest forward and backward."""
 
     tokens: int
+    """Of one rank."""
     spread: float = 1.0
     """Tokens that attention sees, over tokens: the answers of a group each see their common prompt."""
 
@@ -150,10 +155,11 @@ def training_memory(
 ) -> TrainingMemory:
     """With so many layers computed again in the backward."""
     narrow = run.trainer.dtype == "bf16"
-    held = _held(run, model, narrow=narrow)
+    held = _held(run, model, narrow=narrow, kept=model.layers - recomputed)
     critic = 0 if run.algorithm.critic_rate is None else critic_parameters(model)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
     ends = 3 * FLOAT * model.hidden_size + 2 * (BF16 if narrow else FLOAT) * model.head_dim
+    model = msgspec.structs.replace(model, kv_heads=lcm(model.kv_heads, run.trainer.context_parallel))
     layer = layer_bytes(model, batch.spread, narrow=narrow, compiled=compiled)
     short = recomputed_bytes(model, narrow=narrow, compiled=compiled)
     again = layer if recomputed else 0
@@ -181,15 +187,16 @@ def moment_bytes(run: Run) -> float:
     return ADAM_8BIT if run.trainer.optimizer == "adamw_8bit" else ADAM
 
 
-def _held(run: Run, model: ModelConfig, *, narrow: bool) -> _Held:
-    """Weights of policy and reference; gradients and moments."""
+def _held(run: Run, model: ModelConfig, *, narrow: bool, kept: int) -> _Held:
+    """Weights of policy and reference; gradients and moments. `kept`: layers whose activations are."""
     count, item, ranks = parameters(model), BF16 if narrow else FLOAT, run.trainer.ranks
     adapters = adapter_parameters(run.trainer.lora, model)
     learned, penalty = adapters or count, bool(run.algorithm.kl.coefficient)
     if ranks > 1:
-        part, whole = -(-(count + adapters) // ranks), (_outside(model) + 2 * _largest_layer(model)) * item
-        kept = part * FLOAT + whole
-        return _Held(kept * (1 + penalty), -(-learned // ranks) * (FLOAT + ADAM) + (0 if adapters else whole))
+        part, whole = -(-(count + adapters) // ranks), _whole(run, model) * item
+        copied = narrow or ranks > run.trainer.expert_parallel  # else experts are computed with as they lie
+        weights = part * FLOAT + whole + kept * copied * _shared_experts(run, model) * item
+        return _Held(weights * (1 + penalty), -(-learned // ranks) * (FLOAT + ADAM) + (0 if adapters else whole))
     weights = count * item * (1 + penalty) + adapters * FLOAT
     half = (FLOAT - BF16) * count if narrow and not adapters else 0
     moments = int(learned * moment_bytes(run))
@@ -197,6 +204,20 @@ def _held(run: Run, model: ModelConfig, *, narrow: bool) -> _Held:
         return _Held(weights + half, learned * FLOAT + moments)
     staged = int(min(STAGED, learned) * (half + moments) / learned)
     return _Held(weights, learned * FLOAT + staged, half + moments)
+
+
+def _whole(run: Run, model: ModelConfig) -> int:
+    """Numbers of a rank among several that are not only its part: embeddings, and two layers while they compute."""
+    largest, experts = _largest_layer(model), _shared_experts(run, model)
+    return _outside(model) + 2 * (largest - run.trainer.expert_parallel * experts + experts)
+
+
+def _shared_experts(run: Run, model: ModelConfig) -> int:
+    """Numbers of the experts of a layer that one of the ranks which share them computes; 0 where they do not."""
+    if (degree := run.trainer.expert_parallel) == 1 or model.experts is None:
+        return 0
+    layer = next(layer for layer in range(model.layers) if model.experts_of(layer) is not None)
+    return sum(outputs * inputs for outputs, inputs in matrices(model, layer, GATED)) // degree
 
 
 def adapter_parameters(lora: Lora, model: ModelConfig) -> int:

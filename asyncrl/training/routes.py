@@ -5,6 +5,7 @@ from torch import Tensor
 
 from asyncrl.models.experts import Routing
 from asyncrl.models.routes import RouteShape
+from asyncrl.training.distributed.context import Part
 
 
 class ObservedRoutes:
@@ -13,12 +14,11 @@ class ObservedRoutes:
     Nothing here waits for the device, and of the scores only sums are kept.
     """
 
-    def __init__(
-        self, shape: RouteShape, predict_L: Tensor, replayed_T_L_C: Tensor | None = None, *, balanced: bool = False
-    ) -> None:
-        """`predict_L`: the tokens that figures are about. The scores choose where nothing is replayed. `balanced`: with
-        the load-balancing loss."""
-        self._shape, self._predict_L, self._replayed_T_L_C, self._balanced = shape, predict_L, replayed_T_L_C, balanced
+    def __init__(self, shape: RouteShape, here: Part, *, balanced: bool = False) -> None:
+        """Of this rank's part of a batch; figures are about the tokens that samples were predicted from. The scores
+        choose where nothing is replayed. `balanced`: with the load-balancing loss."""
+        self._shape, self._here, self._balanced = shape, here, balanced
+        self._predict_L, self._replayed_T_L_C = here.predict_L, here.routes_T_L_C
         self._place = {layer: place for place, layer in enumerate(shape.layers)}
         self._load: dict[int, Tensor] = {}
         self._differing: dict[int, Tensor] = {}
@@ -41,8 +41,8 @@ class ObservedRoutes:
             own_L_C = scores_T_X.detach()[self._predict_L].topk(self._shape.active, dim=-1).indices
             self._differing[layer] = (own_L_C.sort(1).values != chosen_L_C.sort(1).values).any(1)
         if self._balanced:
-            self._shares[layer] = self._count(chosen_T_C) / len(chosen_T_C)
-            self._scores[layer] = scores_T_X.mean(0)
+            self._shares[layer] = self._count(chosen_T_C) / self._here.total_tokens
+            self._scores[layer] = scores_T_X.sum(0) / self._here.total_tokens
 
     def _count(self, chosen: Tensor) -> Tensor:
         """X: how often each was chosen. `bincount` would wait for the device."""
@@ -51,9 +51,9 @@ class ObservedRoutes:
 
     @property
     def found(self) -> Routing:
-        """After the forward."""
+        """After the forward: loads and balance of the whole batch, the rest of the tokens here."""
         return Routing(
-            load_N_X=torch.stack(list(self._load.values())),
+            load_N_X=self._here.total(torch.stack(list(self._load.values()))),
             rerouted_L=torch.stack(list(self._differing.values())).float().mean(0) if self._differing else None,
             balance_loss=self._balance_loss() if self._balanced else None,
         )
@@ -61,5 +61,6 @@ class ObservedRoutes:
     def _balance_loss(self) -> Tensor:
         """As transformers has it for the Switch Transformer: the share of the tokens that each expert gets times its
         mean score, both over all layers. It is the number of active experts where all are equally busy."""
-        share_X, score_X = (torch.stack(list(each.values())).mean(0) for each in (self._shares, self._scores))
+        both = (self._here.total(torch.stack(list(each.values()))) for each in (self._shares, self._scores))
+        share_X, score_X = (each_N_X.mean(0) for each_N_X in both)
         return self._shape.experts * (share_X * score_X).sum()

@@ -18,12 +18,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.config.user_code import Called, Reward
+from asyncrl.config.user_code import Agent, Called, Reward
 from asyncrl.drop_reasons import DropReason, Failure
 from asyncrl.errors import ConfigError
 from asyncrl.observe.diagnosis.snapshot import Judging
 from asyncrl.system import processes
 from asyncrl.system.user_functions import is_here, load_function
+from asyncrl.user_code.failures import CallRecord
 from asyncrl.user_code.protocol import ALLOW_UNSAFE_EXEC, RewardFailure, RewardInput, RewardStats
 from asyncrl.user_code.score import Score
 from asyncrl.user_code.worker import HEADER, kind_of
@@ -31,6 +32,8 @@ from asyncrl.user_code.worker import HEADER, kind_of
 # A worker process, seen from its parent.
 
 END_S = 10.0
+LEAVE_S = 2.0
+"""For a worker to end itself, which it does at once unless it hangs."""
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Nothing else of our environment reaches the user's code: it often holds tokens and keys."""
 
@@ -70,13 +73,13 @@ class Child:
         payloads = [msgspec.msgpack.encode(sample) for sample in inputs]
         self._stdin.write(b"".join(HEADER.pack(len(payload)) + payload for payload in payloads))
 
-    async def receive(self, limit_s: float) -> Any:
+    async def receive(self, limit_s: float | None) -> Any:
         # The second look is for an event loop that was itself held up past the deadline: what has arrived counts.
         with suppress(TimeoutError):
             return await self._receive(limit_s)
         return await self._receive(0.0)
 
-    async def _receive(self, limit_s: float) -> Any:
+    async def _receive(self, limit_s: float | None) -> Any:
         async with asyncio.timeout(limit_s):
             while (payload := self._frames.take()) is None:
                 received = await self._stdout.read(1 << 16)
@@ -91,6 +94,14 @@ class Child:
                 code = await self._process.wait()
                 return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return "it closed its output"
+
+    async def leave(self) -> None:
+        """Let it end itself with all that it has started, in whatever groups; kill it if it does not."""
+        self._stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._process.wait()
+        await self.kill()
 
     async def kill(self) -> None:
         """End the whole group: the function may have started processes of its own."""
@@ -134,6 +145,14 @@ def command(settings: Called) -> tuple[list[str], dict[str, str]]:
     environment["PYTHONUNBUFFERED"] = "1"  # what it prints is seen even if it is killed
     if isinstance(settings, Reward) and settings.allow_unsafe_exec:
         environment[ALLOW_UNSAFE_EXEC] = "1"
+    if isinstance(settings, Agent):
+        return [
+            sys.executable,
+            "-m",
+            "asyncrl.user_code.harness_worker",
+            settings.function,
+            *settings.command,
+        ], environment
     return [sys.executable, "-m", "asyncrl.user_code.worker", settings.KIND, settings.function], environment
 
 
@@ -148,7 +167,7 @@ SHARE = 64
 def check_function(settings: Called) -> None:
     """Raise ConfigError unless a worker can import the function."""
     if is_here(settings.function):
-        load_function(settings.function, f"{settings.KIND}.function")
+        load_function(settings.function, settings.field)
         return
     try:
         received, code = _imports(settings)
@@ -182,7 +201,8 @@ class Pool(Generic[In, Out]):
     """Calls a function in `settings.workers` child processes."""
 
     def __init__(self, settings: Called) -> None:
-        self._workers = [_Worker(settings) for _ in range(settings.workers)]
+        self.record = CallRecord(settings)
+        self._workers = [_Worker(settings, self.record) for _ in range(settings.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -238,8 +258,8 @@ class RewardPool(Pool[RewardInput, float | Score]):
 class _Worker:
     """One child process at a time, started when there is none."""
 
-    def __init__(self, settings: Called) -> None:
-        self._settings = settings
+    def __init__(self, settings: Called, record: CallRecord) -> None:
+        self._settings, self._record = settings, record
         self._child: Child | None = None
         self._closed = False
         self._owed: tuple[int, float, float] | None = None
@@ -269,14 +289,21 @@ class _Worker:
         """Results up to the first sample that costs us the child."""
         child = await self._ready()
         if isinstance(child, RewardFailure):
+            for given in inputs:
+                self._remember(given, child)
             return [child] * len(inputs)
         child.send(inputs)
         results: list[Any] = []
-        for _ in inputs:
+        for given in inputs:
             results.append(await self._next(child, self._settings.timeout_s))
+            self._remember(given, results[-1])
             if self._child is not child:
                 break
         return results
+
+    def _remember(self, given: object, result: object) -> None:
+        if not self._closed:  # a call that was ended by us has not failed
+            self._record.add(given, result)
 
     async def _ready(self) -> Child | RewardFailure:
         """A child that has imported the function."""
@@ -323,12 +350,10 @@ class _Worker:
         await self._end()
 
 
-CALLED_AS = {"reward": "prompt, completion, answer", "environment": "prompt, turns, answer", "stage": "samples"}
-
-
 def _unusable(settings: Called, why: str) -> ConfigError:
-    field = "stages" if settings.KIND == "stage" else f"{settings.KIND}.function"
+    if isinstance(settings, Agent) and settings.command:
+        return ConfigError(f"agent.command={list(settings.command)} cannot be used: {why}")
     return ConfigError(
-        f"{field}={settings.function} cannot be used: {why}; give `package.module:function` or "
-        f"`path/to/file.py:function`, called as f({CALLED_AS[settings.KIND]})"
+        f"{settings.field}={settings.function} cannot be used: {why}; give `package.module:function` or "
+        f"`path/to/file.py:function`, called as f({settings.ARGUMENTS})"
     )

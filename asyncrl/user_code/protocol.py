@@ -1,16 +1,14 @@
 """Calls of the user's code, in a worker or in a thread: whatever it does short of ending the process is a result."""
 
 import asyncio
-import traceback
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.drop_reasons import DropReason, UserFunction
 from asyncrl.errors import AsyncRLError
-from asyncrl.system import user_functions
+from asyncrl.system.user_functions import raised_at
 from asyncrl.user_code.score import Score
 
 # What is asked of a reward function and what comes back, in the parent and on the wire to its worker.
@@ -32,6 +30,8 @@ class RewardFailure(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str
     """As `asyncrl.drop_reasons` has them."""
     message: str
+    source: str = ""
+    """The line of the user's file where an exception was raised."""
 
 
 class RewardStats(msgspec.Struct, kw_only=True):
@@ -56,8 +56,6 @@ RewardResult = float | Score | RewardFailure
 """A number where the reward has no parts."""
 
 
-OURS = (__file__, user_functions.__file__, str(Path(__file__).with_name("worker.py")))
-
 MAX_MESSAGE = 1000
 """Characters of a failure's message that are kept."""
 
@@ -68,14 +66,14 @@ def attempt(kind: UserFunction, function: Callable[..., Any], *args: Any, **kwar
         value = function(*args, **kwargs)
         return asyncio.run(value) if isinstance(value, Coroutine) else value
     except Exception as error:  # the user's code may raise anything
-        return RewardFailure(DropReason.of_function(kind, "error"), describe(error))
+        message, source = describe(error)
+        return RewardFailure(DropReason.of_function(kind, "error"), message, source)
 
 
-def describe(error: Exception) -> str:
-    """One line, with the place if it lies in the user's code."""
+def describe(error: Exception) -> tuple[str, str]:
+    """One line, with the place if it lies in the user's code, and the line of code there."""
     if isinstance(error, AsyncRLError):
-        return str(error)[:MAX_MESSAGE]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    ours = frame.filename in OURS or frame.filename.startswith("<frozen ")
-    place = "" if ours else f" ({frame.filename}:{frame.lineno})"
-    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + place
+        return str(error)[:MAX_MESSAGE], ""
+    place, source = raised_at(error)
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words[:MAX_MESSAGE] + (f" ({place})" if place else ""), source

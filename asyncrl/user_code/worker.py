@@ -12,7 +12,7 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -34,6 +34,8 @@ class Kind(NamedTuple):
     input: Any
     output: Any
     call: Callable[[Function, Any], Any]
+    takes: int = 0
+    """Arguments of a call; 0: it is not checked beforehand that the function takes them."""
 
 
 def kind_of(name: str) -> Kind:
@@ -42,27 +44,47 @@ def kind_of(name: str) -> Kind:
         case "environment":
             from asyncrl.user_code.environments import Conversation, respond
 
-            return Kind(Conversation, str, respond)
+            return Kind(Conversation, str, respond, takes=3)
         case "stage":
             from asyncrl.user_code.stages import Sample, Verdict, pass_through
 
-            return Kind(list[Sample], list[Verdict], pass_through)
+            return Kind(list[Sample], list[Verdict], pass_through, takes=1)
+        case "agent":
+            from asyncrl.user_code.agents import Ended, Task, play
+
+            return Kind(Task | str, Ended | str, play)  # a text names an episode
         case _:
-            return Kind(RewardInput, float | Score, judge)
+            return Kind(RewardInput, float | Score, judge, takes=3)
 
 
 def main(name: UserFunction, location: str) -> None:
-    requests, answers = _private_pipes()
-    threading.Thread(target=_die_with_parent, args=(requests.fileno(),), daemon=True).start()
+    requests, answers = connect()
     kind = kind_of(name)
-    function = attempt(name, find_function, location)  # importing runs the user's code
-    _answer(answers, function if isinstance(function, RewardFailure) else None)
+    function = attempt(name, _find, location, kind.takes)  # importing runs the user's code
+    answer(answers, function if isinstance(function, RewardFailure) else None)
     if isinstance(function, RewardFailure):
         return
-    decoder = msgspec.msgpack.Decoder(kind.input)
-    while header := requests.read(HEADER.size):
-        (length,) = HEADER.unpack(header)
-        _answer(answers, kind.call(function, decoder.decode(requests.read(length))))
+    for given in frames(requests, kind.input):
+        answer(answers, kind.call(function, given))
+
+
+def _find(location: str, takes: int) -> Function:
+    """TypeError if it does not take so many arguments; some functions written in C do not say what they take."""
+    function = find_function(location)
+    with suppress(ValueError):
+        signature = inspect.signature(function)
+        if takes and not _binds(signature, takes) and not _binds(signature, takes, turns=()):
+            name = location.rpartition(":")[2]
+            raise TypeError(f"it is declared as {name}{signature}, and called with {takes} arguments")
+    return function
+
+
+def _binds(signature: inspect.Signature, arguments: int, **named: object) -> bool:
+    try:
+        signature.bind(*range(arguments), **named)
+    except TypeError:
+        return False
+    return True
 
 
 def judge(function: Function, sample: RewardInput) -> RewardResult:
@@ -70,8 +92,26 @@ def judge(function: Function, sample: RewardInput) -> RewardResult:
     if isinstance(value, RewardFailure):
         return value
     if (score := read_score(value)) is None:
-        return RewardFailure(DropReason.REWARD_INVALID, f"returned {value!r:.200}; {RULE}")
+        shown = " ".join(f"{value!r:.200}".split())
+        return RewardFailure(DropReason.REWARD_INVALID, f"returned {shown}; {RULE}{_hint(value)}")
     return score if score.parts else score.total
+
+
+def _hint(value: object) -> str:
+    """What was probably meant by a value that is no reward."""
+    match value:
+        case None:
+            return "; a function that ends without `return` returns None"
+        case str():
+            return "; this is a text: return float(...) of it"
+        case float():
+            return "; this is what a division by zero or the mean of nothing gives"
+        case _ if hasattr(value, "item") and hasattr(value, "shape"):
+            return f"; this is a {type(value).__name__}: return its number, as value.item() gives it"
+        case list() | tuple():
+            return "; this is a list: the function gets one completion at a time, not a batch, and returns one reward"
+        case _:
+            return ""
 
 
 def _judge(function: Function, sample: RewardInput) -> object:
@@ -79,6 +119,20 @@ def _judge(function: Function, sample: RewardInput) -> object:
     if sample.turns and "turns" in inspect.signature(function).parameters:
         return function(sample.prompt, sample.completion, sample.answer, turns=list(sample.turns))
     return function(sample.prompt, sample.completion, sample.answer)
+
+
+def connect(before_death: Callable[[], None] = lambda: None) -> tuple[BinaryIO, BinaryIO]:
+    """Requests and answers. From now on the worker dies with its parent, after a call of `before_death`."""
+    requests, answers = _private_pipes()
+    threading.Thread(target=_die_with_parent, args=(requests.fileno(), before_death), daemon=True).start()
+    return requests, answers
+
+
+def frames(requests: BinaryIO, kind: Any) -> Iterator[Any]:
+    """What the parent sends, until it closes the pipe."""
+    decoder = msgspec.msgpack.Decoder(kind)
+    while header := requests.read(HEADER.size):
+        yield decoder.decode(requests.read(HEADER.unpack(header)[0]))
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -92,7 +146,7 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def _answer(answers: BinaryIO, result: object) -> None:
+def answer(answers: BinaryIO, result: object) -> None:
     payload = msgspec.msgpack.encode(result)
     try:
         answers.write(HEADER.pack(len(payload)) + payload)
@@ -100,11 +154,12 @@ def _answer(answers: BinaryIO, result: object) -> None:
         os._exit(0)
 
 
-def _die_with_parent(requests: int) -> None:
+def _die_with_parent(requests: int, before_death: Callable[[], None]) -> None:
     """Wait until the other end of stdin is closed, also while the function runs or hangs."""
     poll = select.poll()
     poll.register(requests, 0)  # no event but the hang-up
     poll.poll()
+    before_death()
     with suppress(ProcessLookupError):  # it leads no group: the one that it is in is somebody else's
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,12 +1,13 @@
 """The command line. Heavy imports wait until a command needs them, so that help and errors come at once."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.errors import AsyncRLError
-from asyncrl.system import install_guard, minimum_versions
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.system import install_guard, minimum_versions, quiet
 from asyncrl.system.run_directory import owner_only
 from pipelines.cli.parser import parse
 
@@ -14,6 +15,10 @@ from pipelines.cli.parser import parse
 def main(arguments: Sequence[str] | None = None) -> int:
     """With `arguments` all of it happens in this process; the command line itself has a supervisor."""
     options = parse(arguments)
+    if arguments is None:  # else the process and its warnings are somebody else's
+        if options.verbose:
+            os.environ[quiet.VERBOSE] = "1"
+        quiet.quieten()
     if arguments is None and options.command in ("run", "resume"):
         from pipelines.supervision.supervisor import supervise
 
@@ -42,6 +47,8 @@ def _execute(options: argparse.Namespace) -> int:
     match options.command:
         case "run":
             return _run(options.overrides)
+        case "init":
+            return _init(options.directory)
         case "plan":
             return _plan(options)
         case "replay":
@@ -64,7 +71,25 @@ def _execute(options: argparse.Namespace) -> int:
             return _resume(options.run, options.overrides)
 
 
+WAYS = """\
+nothing to run yet: `asyncrl run` takes settings as key=value. Three ways to begin:
+  asyncrl run experiment=quickstart name=first     the demo: a small model learns sums in minutes, on any CPU
+  asyncrl init my-project                          a small project of your own: prompts, a reward, a model, a script
+  asyncrl run model=checkpoint model.path=MODEL task=jsonl task.path=prompts.jsonl \\
+              reward.function=reward.py:reward name=mine
+`asyncrl run --help` explains settings, and `asyncrl plan` with the same settings says what a run would need"""
+
+
+def _init(directory: Path) -> int:
+    from pipelines.cli.init import init
+
+    init(directory, lambda text: print(text, flush=True))
+    return 0
+
+
 def _run(overrides: Sequence[str]) -> int:
+    if not overrides:
+        raise ConfigError(WAYS)
     from pipelines.compose import compose
 
     run = compose(overrides)
@@ -79,6 +104,7 @@ def _plan(options: argparse.Namespace) -> int:
     from pipelines.compose import compose, to_yaml
     from pipelines.plan.plan import preflight
     from pipelines.plan.render import show
+    from pipelines.plan.trial import reward_trial
 
     run = compose(options.overrides)
     if options.config:
@@ -94,7 +120,9 @@ def _plan(options: argparse.Namespace) -> int:
         pace = simulate.pace(run, profile=options.profile, from_run=options.from_run)
     show(run, console, offer, pace)
     preflight(run, offer)
-    console.print(f"nothing stands in its way: asyncrl run {' '.join(options.overrides)}")
+    for line in reward_trial(run):
+        console.print(line, soft_wrap=True)
+    console.print(f"nothing stands in its way: asyncrl run {' '.join(options.overrides)}", soft_wrap=True)
     return 0
 
 

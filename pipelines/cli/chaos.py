@@ -34,7 +34,13 @@ from pipelines.compose import compose
 
 MARK = "ASYNCRL_CHAOS"
 """Environment variable of the driver and so of every process that comes from it; its value is the run directory."""
-CLASSES = {"buffer": "BufferActor", "reward": "RewardActor", "trainer": "TrainerActor", "drafter": "DrafterActor"}
+CLASSES = {
+    "buffer": "BufferActor",
+    "reward": "RewardActor",
+    "gateway": "GatewayActor",
+    "trainer": "TrainerActor",
+    "drafter": "DrafterActor",
+}
 RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """They hold no state of ours, and end by themselves a minute after the head node that died with the driver."""
 COMMAND = "from pipelines.cli import main; raise SystemExit(main())"

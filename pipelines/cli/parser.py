@@ -31,6 +31,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncrl", description=asyncrl.__doc__)
+    parser.set_defaults(verbose=False)
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (("run", "train"), ("plan", "say what would run and what it needs; refuse what cannot work")):
@@ -38,12 +39,16 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text, epilog=OVERRIDES, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_argument("overrides", nargs="*", metavar="key=value")
+        _add_verbose(command)
+    init = commands.add_parser("init", help="write a small project that runs: prompts, a reward, a model, a script")
+    init.add_argument("directory", type=Path, metavar="DIR", help="a new directory")
     plan = commands.choices["plan"]
     plan.add_argument("--config", action="store_true", help="print every setting and nothing else")
     plan.add_argument("--from", dest="from_run", type=Path, metavar="RUN", help="bytes per second, at a run's costs")
     plan.add_argument("--profile", metavar="FILE", help="the same, at the costs of a file, as in `asyncrl simulate`")
     command = commands.add_parser("resume", help="continue a stopped or killed run")
     command.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/my-run")
+    _add_verbose(command)
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="from here on other trainer.lr=, sentinel.*=, max_staleness="
     )
@@ -75,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("simulate", help="size a cluster on a virtual clock: throughput, waits, the best split")
     )
     return parser
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verbose", action="store_true", help="also what Ray, torch, vLLM and other libraries say about themselves"
+    )
 
 
 def _add_looking(add: Callable[..., argparse.ArgumentParser]) -> None:

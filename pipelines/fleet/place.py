@@ -8,6 +8,7 @@ import msgspec
 from actors.buffer import BufferActor
 from actors.drafter.actor import DrafterActor
 from actors.fleet import EngineFactory, Fleet
+from actors.gateway.actor import GatewayActor
 from actors.publisher import DrafterLink, Publisher
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
@@ -37,6 +38,10 @@ async def place(
     buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, run, trajectories, restore_step)
     judge = run.reward, run.environment, run.stages
     reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, *judge)
+    gateway = None
+    if run.agent.on:
+        at = Resources(near="driver").of(wanted["gateway"])
+        gateway = await spawner.spawn("gateway", at, GatewayActor, run, model_path)
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
     engine = Resources(restarts=run.recovery.max_restarts).of(wanted["rollout"])
 
@@ -44,7 +49,8 @@ async def place(
 
     async def place_engine(name: str) -> RolloutActor:
         learned = _learned(directory).get(name, [])
-        return await spawner.spawn(name, engine, RolloutActor, run, model_path, name, buffer, reward, taught, learned)
+        to_engine = run, model_path, name, buffer, reward, taught, learned, gateway
+        return await spawner.spawn(name, engine, RolloutActor, *to_engine)
 
     names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
     async with asyncio.TaskGroup() as tasks:
@@ -63,7 +69,8 @@ async def place(
         )
         factory = [tasks.create_task(place_engine(name)) for name in names]
     trainer, rollouts = starting_trainer.result(), [task.result() for task in factory]
-    await asyncio.gather(reward.start(), *(rollout.start() for rollout in rollouts))
+    starting = [reward.start(), *([gateway.start()] if gateway is not None else [])]
+    await asyncio.gather(*starting, *(rollout.start() for rollout in rollouts))
     state = FleetState(dict(zip(names, rollouts, strict=True)), run.recovery.max_restarts)
     timeout_s = backstop(run)
     link = DrafterLink(drafter, state, timeout_s=timeout_s) if drafter is not None else None
@@ -76,6 +83,7 @@ async def place(
         publisher=publisher,
         factory=EngineFactory(place_engine=place_engine, end=spawner.end, expect=expecting(run, offer)),
         drafter=link,
+        gateway=gateway,
     )
 
 

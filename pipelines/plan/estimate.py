@@ -15,7 +15,7 @@ from asyncrl.precision.memory import Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.compiler import compiles
 from asyncrl.system.devices import gpu_memory, has_gpu
-from asyncrl.tasks.base import Bounded, Split
+from asyncrl.tasks.base import Bounded, Listed, Split
 from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
 from asyncrl.training.memory import (
@@ -40,6 +40,8 @@ CUDA = 600 << 20
 """A CUDA context with the kernels that training loads."""
 PROMPTS_READ = 256
 """Prompts whose length is measured when the task does not bound it."""
+LISTED_READ = 4096
+"""The same of a list, whose prompts are all there."""
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,17 +157,27 @@ def model_config(run: Run) -> ModelConfig:
 
 def longest_prompt(run: Run) -> int:
     """Tokens of the longest prompt: exact for chains, else among the first that the run will ask."""
+    return longest(run)[0]
+
+
+def longest(run: Run) -> tuple[int, Prompt]:
+    """Its tokens, and the prompt itself."""
     prompts = _prompts(run)
     if (directory := run.model.directory) is None:
-        return max(len(prompt.text) for prompt in prompts)  # a warm start has one token per character
-    tokenizer = load_tokenizer(directory)
-    return max(len(tokenizer.encode_prompt(prompt, run.rollout)) for prompt in prompts)
+        lengths = [len(prompt.text) for prompt in prompts]  # a warm start has one token per character
+    else:
+        lengths = [len(tokens) for tokens in load_tokenizer(directory).encode_prompts(prompts, run.rollout)]
+    return max(zip(lengths, prompts, strict=True), key=lambda each: each[0])
 
 
 def _prompts(run: Run) -> list[Prompt]:
     task = make_task(run.task, run.seed)
     if isinstance(task, Bounded):
         return [task.longest()]
+    if isinstance(task, Listed):
+        if run.evaluation.prompts:
+            task.prompt("held_out", 0)  # ConfigError if there is none
+        return list(task.listed(LISTED_READ))
     asked: dict[Split, int] = {"train": PROMPTS_READ, "held_out": min(PROMPTS_READ, run.evaluation.prompts)}
     return [task.prompt(split, index) for split, count in asked.items() for index in range(count)]
 
@@ -222,12 +234,15 @@ def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint,
 
 def _largest_batch(run: Run, prompt: int) -> Batch:
     """Groups of full-length completions, as many as the budget holds; a single completion may be longer than it. Models
-    of transformers have a prompt for each completion, and are estimated in any case."""
-    answer, budget = run.rollout.max_tokens, run.trainer.token_budget
+    of transformers have a prompt for each completion, and are estimated in any case. Ranks that share a batch have as
+    many times the budget, and each its part."""
+    context = run.trainer.context_parallel
+    answer, budget = run.rollout.max_tokens, context * run.trainer.token_budget
     together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
     block = prompt + together * answer
     everything = run.samples_per_step // run.rollout.group_size * (prompt + run.rollout.group_size * answer)
-    return Batch(max(block, min(budget, everything)), spread=together * (prompt + answer) / block)
+    tokens = -(-max(block, min(budget, everything)) // context)
+    return Batch(tokens, spread=together * (prompt + answer) / block)
 
 
 def size(count: float) -> str:

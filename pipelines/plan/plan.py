@@ -10,14 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.buffer.log import MAX_PAYLOAD
+from asyncrl.chat import chat_format
 from asyncrl.config import Run, check
 from asyncrl.config import trackers as tracking
 from asyncrl.config.precision import model_problems
 from asyncrl.config.user_code import Called, stages
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines import registry as engines
-from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError, UserCodeError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
 from asyncrl.models.config import ModelConfig
+from asyncrl.models.degrees import degree_problems
 from asyncrl.models.routes import replayed_shape
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
@@ -25,7 +28,7 @@ from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
 from pipelines.plan import backend
 from pipelines.plan.disk import most_checkpoints
-from pipelines.plan.estimate import Needs, card, longest_prompt, model_config, needs, size, token_bytes
+from pipelines.plan.estimate import Needs, card, longest, longest_prompt, model_config, needs, size, token_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
@@ -51,6 +54,7 @@ def problems(run: Run, offer: Offer | None = None) -> list[str]:
         *_weights(run),
         *_ranks(run, offer),
         *_functions(run),
+        *_agent(run),
         *tracking.problems(run.trackers, run.cluster),
         *_model(run),
         *(_placement(run, offer) if offer is not None else ()),
@@ -107,7 +111,8 @@ def _ranks(run: Run, offer: Offer | None) -> Iterator[str]:
 def _functions(run: Run) -> Iterator[str]:
     """Functions of the user's that cannot be loaded."""
     environment = [run.environment] if run.environment.on else []
-    called: list[Called] = [run.reward, *environment, *stages(run.stages)]
+    agent = [run.agent] if run.agent.on else []
+    called: list[Called] = [run.reward, *environment, *agent, *stages(run.stages)]
     names = [settings.function for settings in called]
     checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
     for field, name in (*run.algorithm.functions, *run.correction.functions):  # those that the trainer calls
@@ -125,6 +130,21 @@ def _functions(run: Run) -> Iterator[str]:
             yield str(error)
 
 
+def _agent(run: Run) -> Iterator[str]:
+    """What the gateway needs."""
+    if not run.agent.on:
+        return
+    if missing_modules := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        yield f"agent.* needs {' and '.join(missing_modules)}: pip install 'asyncrl[agents]'"
+    if (directory := run.model.directory) is not None and (directory / "tokenizer.json").is_file():
+        try:
+            chat_format(load_tokenizer(directory), run.agent.tool_format)
+        except (CheckpointError, ConfigError) as error:
+            yield str(error)
+    elif run.agent.tool_format:
+        yield f"agent.tool_format={run.agent.tool_format}: the model has no chat template that could show tools"
+
+
 def _model(run: Run) -> Iterator[str]:
     """Problems of the model, of its prompts and of the room that both need."""
     if run.model.warm_start is not None and (run.rollout.chat or run.task.worked_examples is None):
@@ -136,27 +156,34 @@ def _model(run: Run) -> Iterator[str]:
     try:
         model = model_config(run)
         prompt = longest_prompt(run)
-    except (ConfigError, MissingDependencyError) as error:
+    except (ConfigError, MissingDependencyError, UserCodeError) as error:
         yield str(error)
         return
     except CheckpointError as error:
         yield f"model: {error}" if run.model.directory is None else f"model.path={run.model.directory}: {error}"
         return
-    longest = prompt + run.rollout.max_tokens
-    if (limit := run.engine.length_limit) is not None and longest > limit:
+    whole = prompt + run.rollout.max_tokens
+    if (limit := run.engine.length_limit) is not None and whole > limit:
         yield (
             f"engine.max_length={limit} is less than the longest prompt with rollout.max_tokens="
-            f"{run.rollout.max_tokens}: set engine.max_length={longest}, or lower rollout.max_tokens"
+            f"{run.rollout.max_tokens}: set engine.max_length={whole}, or lower rollout.max_tokens{_named(run)}"
         )
-    yield from backend.problems(run, model, longest)
+    yield from backend.problems(run, model, whole)
+    yield from degree_problems(run.trainer, model)
     if model.backend == "native":
-        yield from _own_decoder(run, model, longest)
+        yield from _own_decoder(run, model, whole)
     elif model.experts is not None:
         yield from _experts(run, model.hidden_size)
     required = needs(run, model, prompt)
     yield from _room(run, required)
     if run.cluster in ("local", "inprocess"):
         yield from _card(run, required)
+
+
+def _named(run: Run) -> str:
+    """Which prompt is the longest, where somebody wrote them."""
+    tokens, prompt = longest(run)
+    return f", or leave out prompt {prompt.uid}, which has {tokens} tokens" if run.model.directory is not None else ""
 
 
 def _own_decoder(run: Run, model: ModelConfig, longest: int) -> Iterator[str]:

@@ -202,13 +202,20 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
         ),
         Box(
             f"trainer ({run.algorithm.kind}) x {run.trainer.ranks}",
-            [_takes("trainer", wanted), f"memory at most about {size(required.trainer)}: {optimizer}"],
+            [_takes("trainer", wanted), *_degrees(run), f"memory at most about {size(required.trainer)}: {optimizer}"],
         ),
     ]
     if "drafter" in wanted:
         found[-1] = found[-1]._replace(edge="hidden states of the trained samples")
         found.append(Box("drafter x 1", [_takes("drafter", wanted), "its heads go to every engine"]))
     return found
+
+
+def _degrees(run: Run) -> list[str]:
+    """How its ranks divide the work, where not by samples alone."""
+    degrees = ("a batch", run.trainer.context_parallel), ("the experts of a layer", run.trainer.expert_parallel)
+    found = [f"{degree} ranks share {what}" for what, degree in degrees if degree > 1]
+    return [", ".join(found)] * bool(found)
 
 
 def _engine_memory(required: Needs) -> str:

@@ -96,7 +96,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def _columns(path: Path) -> dict[str, plot.Curve]:
-    """Every numeric column against the number of steps done; of those with columns inside, the reward's parts."""
+    """Every numeric column against the number of steps done; of those with columns inside, a reward's parts and the
+    figures of agents."""
     metrics = read_table(path)
     if "step" not in metrics.column_names:
         raise ConfigError(f"{path} has no column `step`: no run has written it")
@@ -105,7 +106,7 @@ def _columns(path: Path) -> dict[str, plot.Curve]:
     return {
         field.name: plot.Curve(steps, metrics[field.name].to_pylist())
         for field in metrics.schema
-        if field.name in plain or field.name.startswith("reward_parts.")
+        if field.name in plain or field.name.startswith(("reward_parts.", "agents."))
         if pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
     }
 

@@ -16,6 +16,7 @@ from actors.trainer.actor import Accumulated
 from asyncrl.buffer.retention import Pruning
 from asyncrl.config import Run
 from asyncrl.config.trackers import TrackerName
+from asyncrl.data.episodes import agent_figures
 from asyncrl.data.reward_parts import reward_parts
 from asyncrl.drafting.bandit import Range
 from asyncrl.drafting.gain import Notice, net_gain
@@ -28,6 +29,7 @@ from asyncrl.system.processes import resident_bytes
 from asyncrl.system.run_directory import Events, RunDirectory, read_events, replace
 from asyncrl.training.report import StepReport
 from asyncrl.types import EngineStats
+from asyncrl.user_code.failures import FunctionFailure
 from pipelines.evaluate import Scores
 from pipelines.recording.metrics import MetricsRows, Row
 from pipelines.recording.progress import Progress
@@ -234,6 +236,18 @@ class Recorder:
             text = f"{len(found.files)} files of trajectories/ with {found.bytes} bytes, as buffer.keep says"
             self.event("pruned", text=text, files=found.files)
 
+    def function_failed(self, failure: FunctionFailure) -> None:
+        """The first failure of its kind; those after it are counted only."""
+        fields = msgspec.to_builtins(failure)
+        self.event("function_failed", text=f"{failure.function}: {failure.reason}: {failure.message}", **fields)
+        line = f", in the line {failure.source}" if failure.source else ""
+        self._say(
+            escape(
+                f"{failure.function}: {failure.reason}: {failure.message}{line}; the sample is dropped and counted, "
+                f"others as well: asyncrl query {self._directory.path} failures"
+            )
+        )
+
     def fp8_left(self, reason: str) -> None:
         self.event("fp8_left", reason=reason)
         self._say(f"{reason}: the run starts again from its last checkpoint, without FP8")
@@ -287,6 +301,7 @@ def _trained(done: Sequence[Accumulated]) -> Row:
         "staleness_max": max(staleness),
         "length_mean": sum(lengths) / len(lengths),
         "length_max": max(lengths),
+        **agent_figures(part.played for part in done),
         "incomplete_groups": sum(part.incomplete_groups for part in done),
         "train_seconds": sum(part.seconds for part in done),
         "first_work": min(part.started for part in done),

@@ -1,10 +1,12 @@
 """summary.json: the figures that a user or a script needs first. Keys of parts that do not exist yet are null."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from asyncrl.drop_reasons import CALL_CUT_OFF
 from asyncrl.system.run_directory import RunDirectory, replace
 from asyncrl.types import LedgerCounts
 from pipelines.recording.metrics import Row
@@ -26,7 +28,7 @@ def write(
         "error": error,
         **_figures(list(recorder.rows)),
         **_evaluations(recorder.evaluations),
-        "waste": waste,
+        "waste": _waste(waste, list(recorder.rows)),
         "ledger": msgspec.to_builtins(ledger) if ledger else None,
     }
     replace(directory.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
@@ -83,6 +85,31 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         "trainer_peak_memory_bytes": rows[-1].get("trainer_peak_memory_bytes"),
         **_pool(rows),
         **_drafting(rows[-1]),
+        "agents": _agents(rows),
+    }
+
+
+def _waste(dropped: dict[str, int] | None, rows: Sequence[Row]) -> dict[str, int] | None:
+    """With what the calls of trained episodes lost; the episodes themselves were not dropped."""
+    lost = sum((row.get("agents") or {}).get("wasted_tokens") or 0 for row in rows)
+    return {**(dropped or {}), CALL_CUT_OFF: lost} if lost else dropped
+
+
+def _agents(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Of all episodes that were trained on; null without a harness."""
+    found = [row["agents"] for row in rows if row.get("agents")]
+    episodes = sum(each["episodes"] for each in found)
+    if not episodes:
+        return None
+    means = ("turns", "tool_calls", "model_share", "tools_share", "waiting_share", "branches")
+    causes: Counter[str] = Counter()
+    for each in found:
+        causes.update({cause: count for cause, count in (each.get("branches_by_cause") or {}).items() if count})
+    return {
+        "episodes": episodes,
+        **{name: sum(each[name] * each["episodes"] for each in found) / episodes for name in means},
+        "branches_by_cause": dict(sorted(causes.items())),
+        "wasted_tokens": sum(each["wasted_tokens"] for each in found),
     }
 
 
@@ -152,4 +179,5 @@ _NO_STEPS = (
     "acceptance_by_position",
     "speculation_net_gain",
     "drafter",
+    "agents",
 )

@@ -98,6 +98,7 @@ class Observer:
             driver_at=processes.main_thread_at(),
             group_timeout_s=self._run.flow.group_timeout_s,
             reward_function=self._run.reward.function,
+            harness=self._run.agent.function or " ".join(self._run.agent.command),
         )
 
     def _ended(self) -> dict[int, str]:
@@ -133,7 +134,8 @@ class Observer:
             if health_probe.has_own_process(self._calls.actors.get(name)):
                 stacks[name] = self._stack(name, report)
             for judging in report.judging[:1]:
-                stacks[f"reward function (process {judging.pid})"] = self._outside(judging.pid, report.place)
+                what = "agent" if name == "gateway" else "reward function"
+                stacks[f"{what} (process {judging.pid})"] = self._outside(judging.pid, report.place)
         return stacks
 
     def _stack(self, name: str, report: Situation) -> str:

@@ -52,7 +52,7 @@ async def heeding_drains(cluster: str, fleet: Fleet, stopping: Stopping) -> Asyn
         return
 
     async def heed() -> None:
-        notice = await drain_notice({"buffer": fleet.buffer, "reward": fleet.reward, **ranks_of(fleet.trainer)})
+        notice = await drain_notice({**fleet.unique, **ranks_of(fleet.trainer)})
         stopping.ask(f"the cluster drains node {notice.node} ({', '.join(notice.actors)})", notice.seconds)
 
     task = asyncio.create_task(heed())

@@ -2,8 +2,8 @@
 
 It is a thread, because the event loop itself may hang. It probes every actor from time to time; when no group was
 completed, no step taken, no version published and no held-out prompt completed for too long, it takes a snapshot,
-explains it, writes `stall.txt` and `stall.json`, and ends the run: actors that hang are killed, the others are closed.
-If that takes too long as well, or an interrupted run does not end, it ends the process.
+explains it, writes `stall.txt`, which also has the stacks, and `stall.json`, and ends the run: actors that hang are
+killed, the others are closed. If that takes too long as well, or an interrupted run does not end, it ends the process.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class Watchdog:
             with self._probing:  # the cluster must not go away in the middle of a probe
                 pass
         if self._verdict is not None:
-            raise StallError(self._verdict.sentence)
+            raise StallError(self._sentence(self._verdict))
         return task.result()
 
     def progress(self, what: str) -> None:
@@ -178,7 +178,7 @@ class Watchdog:
             self._record("stall", {"sentence": explanation.sentence, "chain": explanation.chain})
         except OSError as error:
             self._say(f"what follows could not be written into {self._directory.path}: {error}")
-        self._say(escape(report.render(explanation, stacks)))
+        self._say(escape(f"{explanation.sentence}\n\n{report.chain(explanation)}\n"))
         self._hung = [view.name for view in snapshot.actors.values() if view.health != "answers"]
         return explanation, snapshot
 
@@ -195,7 +195,10 @@ class Watchdog:
             with suppress(RuntimeError):  # the run has ended in this very moment
                 loop.call_soon_threadsafe(self._end.set_result, None)
         if not self._over.wait(0.0 if hopeless else END_S):
-            self._exit("failed", f"StallError: {explanation.sentence}", StallError.exit_code)
+            self._exit("failed", f"StallError: {self._sentence(explanation)}", StallError.exit_code)
+
+    def _sentence(self, explanation: Explanation) -> str:
+        return f"{explanation.sentence}; stacks are in {self._directory.path / report.TEXT}"
 
     def _exit(self, status: str, error: str, code: int) -> None:
         self._at_exit(status, error)

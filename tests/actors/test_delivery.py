@@ -89,7 +89,7 @@ def test_the_more_engines_the_longer_their_answers_wait_for_company() -> None:
 def test_notes_of_updates_that_follow_each_other_are_one() -> None:
     async def scenario() -> None:
         buffer, begun = SlowBuffer(), {Slot(0, 0): (Segment.sampled((1,), (-1.0,), 0),)}
-        notes = ProgressReporter(cast(Any, buffer), engines=1)
+        notes = ProgressReporter(buffer.note, engines=1)
         for _ in range(20):
             notes.begin(begun)
             await asyncio.sleep(0.01)

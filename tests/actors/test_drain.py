@@ -2,13 +2,18 @@
 was told to leave from where they are."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import pytest
 
 from actors.rollout.actor import RolloutActor
 from asyncrl.data.arrow import decode
-from asyncrl.types import GIVEN, Prompt, Slot, Trajectory
+from asyncrl.engines.base import Engine
+from asyncrl.errors import EngineError
+from asyncrl.types import GIVEN, Delta, Prompt, Request, Slot, Trajectory
 from tests.actors.test_publisher import Scene, model, scene  # pyright: ignore[reportUnusedImport]
 
 __all__ = ["model"]
@@ -96,5 +101,31 @@ def test_an_engine_that_leaves_hands_over_every_token_and_nothing_changes(model:
         }
         for slot, trajectory in handed_over.items():
             np.testing.assert_allclose(trajectory.logprobs, undisturbed[slot].logprobs, atol=1e-4)
+
+    asyncio.run(check())
+
+
+class Broken:
+    """An engine that can serve nothing any more."""
+
+    refusal = "its device is lost"
+
+    def submit(self, request: Request) -> AsyncIterator[Delta]:
+        raise EngineError(self.refusal)
+
+
+def test_an_engine_of_no_use_says_so_in_its_own_words(model: Path, tmp_path: Path) -> None:
+    """Not as a group of errors: the pool looks at the kind, and has others continue its samples."""
+
+    async def check() -> None:
+        async with scene(model, tmp_path, probe=False) as at:
+            serving = at.rollout._engine  # pyright: ignore[reportPrivateUsage]
+            at.rollout._generator._engine = at.rollout._engine = cast(Engine, Broken())  # pyright: ignore[reportPrivateUsage]
+            prompts = [(ticket, Prompt(uid="0", text="3+4=")) for ticket in await at.buffer.admit(1.0)]
+            try:
+                with pytest.raises(EngineError, match="its device is lost"):
+                    await at.rollout.generate(prompts)
+            finally:
+                at.rollout._engine = serving  # pyright: ignore[reportPrivateUsage]
 
     asyncio.run(check())

@@ -74,11 +74,16 @@ def test_one_after_the_other_and_what_is_dropped_goes_no_further(file: Path) -> 
     assert second.reason == "stage:too_long"
 
 
-def test_a_stage_that_fails_fails_its_samples(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    results = passed(RewardActor(Reward(), after=(f"{file}:broken",)), sample(0, 1), sample(1, 1))
+def test_a_stage_that_fails_fails_its_samples(file: Path) -> None:
+    actor = RewardActor(Reward(), after=(f"{file}:broken",))
+    results = passed(actor, sample(0, 1), sample(1, 1))
     assert [cast(RewardFailure, result).reason for result in results] == ["stage_error"] * 2
-    assert "stages.py:broken: stage_error: ValueError: no stage" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match=r"stages=.*stages\.py:none cannot be used.*called as f\(samples\)"):
+    found = asyncio.run(actor.failures())
+    (failure,) = found.first
+    assert failure.message.startswith("ValueError: no stage (")
+    assert failure.source == 'raise ValueError("no stage")'
+    assert not found.always, "two samples are not enough to tell"
+    with pytest.raises(ConfigError, match=r"stages=.*stages\.py:none cannot be used.*called as f\(samples: list"):
         passed(RewardActor(Reward(), after=(f"{file}:none",)))
 
 

@@ -204,6 +204,15 @@ def test_a_group_of_equal_rewards_is_uninformative_once_it_is_complete() -> None
     assert take(ledger, 2) == (other,)
 
 
+def test_a_group_whose_turns_earned_different_rewards_has_something_to_teach() -> None:
+    ledger = Ledger(rules(group_size=2, drop_uninformative=True))
+    episodes, plain = admit(ledger), admit(ledger)
+    for sample in range(2):
+        ledger.apply(Stored(episodes, sample, 10, 5, 0, reward=0.5, uneven=sample == 1))
+        ledger.apply(Stored(plain, sample, 10, 5, 0, reward=0.5))
+    assert ledger.uninformative() == [Dropped(plain, "uninformative")]
+
+
 def test_age_is_judged_by_the_real_tokens_at_delivery() -> None:
     ledger = Ledger(rules(max_staleness=1))
     fill(ledger, admit(ledger))

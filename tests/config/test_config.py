@@ -187,14 +187,12 @@ def test_a_wrong_item_of_a_list_is_refused_with_its_place() -> None:
     assert "use one of" in said
 
 
-def test_only_hydras_own_warnings_are_silent() -> None:
-    """As Hydra 1.3 causes them with omegaconf 2.4."""
-    resolver = "register_new_resolver() is deprecated and will be removed in a future release.\nUse register_resolver()"
-    version = "Implicit conversion from Version to str at 'hydra.runtime.version_base' during assignment is deprecated"
+@pytest.mark.parametrize("module", ["hydra.core.utils", "pipelines.compose"])
+def test_hydras_warnings_are_silent_unless_asked_for(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Hydra 1.3 causes some in omegaconf 2.4, and Hydra 1.4 warns whoever calls it."""
     with _without_hydras_own_warnings():
-        warnings.warn_explicit(resolver, UserWarning, "utils.py", 215, module="hydra.core.utils")
-        warnings.warn_explicit(version, FutureWarning, "loader.py", 291, module="hydra._internal.config_loader_impl")
-        with pytest.warns(UserWarning, match="register_new_resolver"):
-            warnings.warn_explicit(resolver, UserWarning, "mine.py", 1, module="mine")
-        with pytest.warns(UserWarning, match="something else"):
-            warnings.warn_explicit("something else", UserWarning, "utils.py", 1, module="hydra.core.utils")
+        warnings.warn_explicit("register_new_resolver() is deprecated", UserWarning, "utils.py", 215, module=module)
+        warnings.warn_explicit("Implicit conversion from Version", FutureWarning, "loader.py", 291, module=module)
+    monkeypatch.setenv("ASYNCRL_VERBOSE", "1")
+    with _without_hydras_own_warnings(), pytest.warns(UserWarning, match="register_new_resolver"):
+        warnings.warn_explicit("register_new_resolver() is deprecated", UserWarning, "utils.py", 215, module=module)

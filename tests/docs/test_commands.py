@@ -71,6 +71,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("configs", "examples", "benchmarks"):
         (place / name).symlink_to(ROOT / name)
     (place / "my_reward.py").write_text(_first_python(ROOT / "README.md"))
+    for name, code in re.findall(
+        r"```python\n# (my_\w+\.py)\n(.*?)```", (ROOT / "docs/agents.md").read_text(), re.DOTALL
+    ):
+        (place / name).write_text(code)
     prompts = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(8)]
     (place / "prompts.jsonl").write_text("".join(prompts))
     tests = [{"stdin": "1 2", "stdout": "3"}]

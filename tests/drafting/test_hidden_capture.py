@@ -13,6 +13,7 @@ from asyncrl.drafting.reading import read_windows
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.learner import Learner
 from asyncrl.types import Group, Segment, Slot, Trajectory
+from tests.support.episodes import EpisodeWriter
 from tests.support.tiny_model import tiny_checkpoint
 
 TAPS = (0, 1)
@@ -110,3 +111,31 @@ def test_the_flag_is_seen_by_another_holder_and_cleared_by_an_error(tmp_path: Pa
             raise RuntimeError
     except RuntimeError:
         assert not drafter.is_set
+
+
+def test_windows_of_an_episode_follow_its_paths(tmp_path: Path) -> None:
+    """Tokens of a window follow one another, none is in two windows, and each has the states of its own path."""
+    learner = _learner(tmp_path, DrafterTraining(window_tokens=1000))
+    config = HeadConfig(kind="eagle3", target=learner.model_config, taps=TAPS, vocabulary=48)
+    trajectories: list[Trajectory] = []
+    for sample in range(2):
+        writer = EpisodeWriter(np.random.default_rng(sample))
+        prompt = writer.give(-1, [1, 2, 3, 4])
+        first = writer.sample(prompt, [5])
+        writer.sample(writer.give(prompt, [7, 8]), [4])
+        writer.sample(writer.give(first, [9]), [3])
+        trajectories.append(writer.trajectory(Slot(0, sample), float(sample)))
+    expected = list(read_windows(learner.model, config, trajectories, longest=1000))
+    assert [(w.start, w.tokens_T.tolist()) for w in expected if w.slot.sample == 0] == [
+        (0, trajectories[0].tokens[[0, 1, 2, 3, 9, 10, 11, 12, 13]].tolist()),
+        (4, trajectories[0].tokens[[4, 5, 6, 7, 8, 15, 16, 17]].tolist()),
+    ]
+    learner.accumulate([Group(id=0, trajectories=tuple(trajectories))])
+    assert learner.hidden is not None
+    found = learner.hidden.drain()
+    assert len(found) == len(expected)
+    for window, alone in zip(found, expected, strict=True):
+        assert (window.slot, window.start, window.answer_length) == (alone.slot, alone.start, alone.answer_length)
+        assert window.tokens_T.tolist() == alone.tokens_T.tolist()
+        assert window.sampled_T.tolist() == alone.sampled_T.tolist()
+        torch.testing.assert_close(window.hidden_T_E.float(), alone.hidden_T_E, atol=1e-4, rtol=1e-2)

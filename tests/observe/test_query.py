@@ -74,7 +74,7 @@ def test_wrong_sql_is_answered_in_a_sentence(
     assert main(["query", str(run), sql]) == 2
     said = capsys.readouterr().err
     assert says in said
-    assert "trajectories, groups, metrics, events, evaluations" in said
+    assert "trajectories, groups, metrics, events, evaluations, episodes, turns" in said
     assert said.count("\n") == 1
 
 

@@ -15,8 +15,9 @@ from tests.support import quickstart_runs
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_rank_is_killed_and_all_of_them_come_back(tmp_path: Path, model: Path) -> None:
-    process = quickstart_runs.start(tmp_path, model, "cluster=local", "trainer.ranks=2", "steps=5")
+@pytest.mark.parametrize("shared", [(), ("trainer.context_parallel=2",)], ids=["samples", "tokens"])
+def test_a_rank_is_killed_and_all_of_them_come_back(shared: tuple[str, ...], tmp_path: Path, model: Path) -> None:
+    process = quickstart_runs.start(tmp_path, model, "cluster=local", "trainer.ranks=2", "steps=5", *shared)
     run = tmp_path / "run"
     try:
         deadline = time.monotonic() + 200
@@ -36,7 +37,8 @@ def test_a_rank_is_killed_and_all_of_them_come_back(tmp_path: Path, model: Path)
     load_model(run / "checkpoints" / "step-5")  # two files, as a sharded Hugging Face checkpoint
 
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace("ranks: 2", "ranks: 1").replace("steps: 5", "steps: 6"))
+    one = config.read_text().replace("ranks: 2", "ranks: 1").replace("context_parallel: 2", "context_parallel: 1")
+    config.write_text(one.replace("steps: 5", "steps: 6"))
     quickstart_runs.resume(run)
     assert quickstart_runs.summary(tmp_path)["steps"] == 6
     assert (run / "checkpoints" / "step-6" / "optimizer.safetensors").exists()

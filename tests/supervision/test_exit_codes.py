@@ -77,12 +77,12 @@ def _check(root: Path, code: int, error: str, sentence: str) -> None:
     said = error.strip().splitlines()[-1]
     assert re.fullmatch(f"asyncrl: {sentence}.*", said), error
     written = json.loads((root / "run" / "stall.json").read_text())
-    assert said == f"asyncrl: {written['sentence']}"
+    assert said == f"asyncrl: {written['sentence']}; stacks are in {root / 'run' / 'stall.txt'}"
     assert written["exit_code"] == code
     assert (root / "run" / "stall.txt").read_text().startswith(written["sentence"])
     summary = json.loads((root / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
-    assert summary["error"] == f"StallError: {written['sentence']}"
+    assert summary["error"] == said.replace("asyncrl", "StallError", 1)
 
 
 @pytest.mark.slow
@@ -106,7 +106,9 @@ def test_an_event_loop_that_hangs_is_ended_from_outside(tmp_path: Path, model: P
     file.write_text(HANGING_LOSS)
     own = ("algorithm=custom", f"algorithm.function={file}:loss", "cluster=inprocess", "flow.stall_timeout_s=6")
     process = _start(tmp_path, model, *own)
-    _, error = process.communicate(timeout=120)
+    output, error = process.communicate(timeout=120)
+    assert "who waits for whom" in output
+    assert "mine.py" not in output + error.replace(str(file), ""), "stacks are in the file alone"
     _check(
         tmp_path,
         process.returncode,

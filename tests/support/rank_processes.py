@@ -15,11 +15,16 @@ WAIT_S = 60.0
 END_S = 240.0
 
 
-def play(world: int, scenes: Sequence[Scene], folder: Path) -> dict[str, list[str]]:
-    """What went wrong in each scene, by rank: empty words where nothing did. The first failure ends the play."""
+def play(
+    world: int, scenes: Sequence[Scene], folder: Path, *, context: int = 1, experts: int = 1
+) -> dict[str, list[str]]:
+    """What went wrong in each scene, by rank: empty words where nothing did. The first failure ends the play.
+    `context` ranks share each batch, and `experts` ranks the experts."""
     rendezvous = Rendezvous("127.0.0.1", world, WAIT_S)
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_rank, args=(seat, scenes, folder)) for seat in rendezvous.seats]
+    spawning = multiprocessing.get_context("spawn")
+    processes = [
+        spawning.Process(target=_rank, args=(seat, scenes, folder, context, experts)) for seat in rendezvous.seats
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -30,11 +35,11 @@ def play(world: int, scenes: Sequence[Scene], folder: Path) -> dict[str, list[st
     return {scene.__name__: [found.get(scene.__name__, "not played") for found in told] for scene in scenes}
 
 
-def _rank(seat: RankSeat, scenes: Sequence[Scene], folder: Path) -> None:
+def _rank(seat: RankSeat, scenes: Sequence[Scene], folder: Path, context: int, experts: int) -> None:
     from asyncrl.training.distributed.fsdp import FsdpRanks
 
     torch.set_num_threads(1)
-    ranks = FsdpRanks(seat, torch.device("cpu"))
+    ranks = FsdpRanks(seat, torch.device("cpu"), context, experts)
     found: dict[str, str] = {}
     for scene in scenes:
         try:

@@ -2,17 +2,21 @@
 
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor, nn
 
-from asyncrl.config import Run, Trainer
+from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp
 from asyncrl.config.trainer import Lora
-from asyncrl.errors import StorageError
+from asyncrl.errors import RankError, StorageError
+from asyncrl.models.collectives import RankGroup
 from asyncrl.training import checkpoint
+from asyncrl.training.batches import block, pack
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.export import likeliest
@@ -25,6 +29,7 @@ from tests.support.training_groups import gradients_of, make_groups
 RUN = Run(trainer=Trainer(lr=1e-3), correction=Importance(reject=()))
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 THROUGH, PADDED = "through", "padded"
+PPO = Ppo(critic_warmup_steps=0)
 MANIFEST = TrainingManifest(step=0, samples_trained=0, consumed=())
 
 
@@ -62,6 +67,174 @@ def gradients(ranks: Ranks, folder: Path) -> None:
         _close(one, several, 1e-5)
 
 
+def log_probs(ranks: Ranks, folder: Path) -> None:
+    """Of samples with several turns, cut at any of their tokens: those that one rank computes of the same batch."""
+    for model in (TIED, UNTIED, EXPERTS):
+        one, several = _both(folder, ranks, model=model)
+        for length in range(7):
+            turns = [Segment.sampled([3, 1, 4], [-3.0] * 3, 0), Segment.given([1, 5] * length + [9, 2])]
+            blocks = [block(_with_turns(group, turns), [1.0] * 4) for group in make_groups(2, length)]
+            for batch in pack(blocks, 120):
+                assert ranks.context is not None
+                found = several.token_logprobs(batch.shared(ranks.context))
+                assert float((found - one.token_logprobs(batch)).detach().abs().max()) < 1e-5, (model, length)
+
+
+def balancing(ranks: Ranks, folder: Path) -> None:
+    """A load-balancing loss over batches, which are those of one rank where all ranks share them."""
+    assert ranks.shares == 1
+    run = msgspec.structs.replace(RUN, algorithm=Grpo(router_aux_loss=0.5, entropy=0.01))
+    one, several = _both(folder, ranks, run, EXPERTS)
+    for learner in (one, several):
+        learner.accumulate(make_groups(3))
+    _close(one, several, 1e-5)
+    mine, theirs = one.step(), several.step()
+    for name in ("router_aux_loss", "entropy", "expert_load_max"):
+        assert mine.figures[name] == pytest.approx(theirs.figures[name], rel=1e-5), name
+
+
+def _with_turns(group: Group, turns: list[Segment]) -> Group:
+    """Between the prompt and the rest."""
+    found = [msgspec.structs.replace(t, segments=(t.segments[0], *turns, *t.segments[1:])) for t in group.trajectories]
+    return msgspec.structs.replace(group, trajectories=tuple(found))
+
+
+def expert_gradients(ranks: Ranks, folder: Path) -> None:
+    """With replayed routes, of which few go to the experts of some rank, and with the router's own; in bf16; with a
+    reference; with layers that are computed again; with a critic."""
+    replay = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"), trainer=Trainer(token_budget=120))
+    recomputed = msgspec.structs.replace(replay, trainer=Trainer(token_budget=60, checkpoint_activations=True))
+    balanced = msgspec.structs.replace(RUN, algorithm=Grpo(kl=Kl(coefficient=0.1)))
+    bf16 = msgspec.structs.replace(replay, trainer=Trainer(dtype="bf16"))
+    lone = [msgspec.structs.replace(make_groups(1)[0], trajectories=make_groups(1)[0].trajectories[1:2])]
+    scenes = [(replay, make_groups(4)), (recomputed, make_groups(3)), (balanced, make_groups(2)), (balanced, lone)]
+    for run, groups in [*scenes, (bf16, make_groups(3))]:
+        one, several = _both(folder, ranks, run, EXPERTS)
+        for learner in (one, several):
+            learner.accumulate(groups[:2])
+            learner.accumulate(groups[2:])
+        _close(one, several, 0.02 if run is bf16 else 1e-5)
+
+
+def expert_steps(ranks: Ranks, folder: Path) -> None:
+    """Twenty of them, with the loads of all experts as figures, a checkpoint in between; and a critic with experts."""
+    replay = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"))
+    one, several = _both(folder, ranks, replay, EXPERTS)
+    for seed in range(20):
+        groups = make_groups(2, seed)
+        for learner in (one, several):
+            learner.accumulate(groups)
+        mine, theirs = one.step(), several.step()
+        assert abs(mine.loss - theirs.loss) <= 1e-5
+        assert abs(mine.grad_norm - theirs.grad_norm) <= 1e-4 * max(1, mine.grad_norm)
+        assert mine.figures["expert_load_max"] == pytest.approx(theirs.figures["expert_load_max"])
+        if seed == 10:
+            saved = checkpoint.save(several, folder / "steps", MANIFEST, model_path=folder / EXPERTS, keep=1)
+            again = Learner(folder / EXPERTS, replay, ranks)
+            checkpoint.restore(again, saved)
+            _same(several, again)
+            again.version, several = several.version, again
+    one, several = _both(folder, ranks, msgspec.structs.replace(RUN, algorithm=PPO), EXPERTS)
+    gaps = [abs(_train(one, make_groups(2, seed)) - _train(several, make_groups(2, seed))) for seed in range(3)]
+    assert max(gaps) <= 1e-5
+
+
+def expert_adapters(ranks: Ranks, folder: Path) -> None:
+    _adapters(ranks, folder, EXPERTS)
+
+
+def expert_publication(ranks: Ranks, folder: Path) -> None:
+    one, several = _both(folder, ranks, model=EXPERTS)
+    prompts = ((1, 2, 3), (4, 5, 6))
+    assert likeliest(several.model, RUN.trainer, prompts) == pytest.approx(likeliest(one.model, RUN.trainer, prompts))
+    _publishes(ranks, one, several, torch.bfloat16)
+
+
+def changed_tokens(ranks: Ranks, folder: Path) -> None:
+    """Two rows that arrive in another order, or another group for one of the ranks: every rank refuses the step."""
+    assert ranks.experts is not None
+    run, groups = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on")), make_groups(3)
+    _, several = _both(folder, ranks, run, EXPERTS)
+    honest = ranks.experts.group
+    if ranks.rank == 0:
+        ranks.experts.group = _Swapping(honest)
+    several.accumulate(groups)
+    ranks.experts.group = honest
+    with pytest.raises(RankError, match=r"rank 0 of a group received in layer 1 are not those that rank \d sent"):
+        several.step()
+    _, several = _both(folder, ranks, run, EXPERTS)
+    with pytest.raises(RankError, match=r"were given other samples than rank 0: 1"):
+        several.accumulate(groups[1:] if ranks.rank == 1 else groups[:2])
+
+
+class _Around(RankGroup):
+    """Another group, whose exchanges are interfered with."""
+
+    def __init__(self, honest: RankGroup) -> None:
+        self._honest, self.rank, self.size = honest, honest.rank, honest.size
+
+
+class _Swapping(_Around):
+    """Swaps the first two rows that arrive."""
+
+    def exchange(self, x_S_X: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        found = self._honest.exchange(x_S_X, sent, received)
+        return torch.cat([found[1:2], found[:1], found[2:]]) if found.is_floating_point() else found
+
+
+class _Dying(_Around):
+    """Ends its process in the middle of a forward, or of the backward after it."""
+
+    def __init__(self, honest: RankGroup, *, backward: bool) -> None:
+        super().__init__(honest)
+        self._backward, self._exchanges = backward, 0
+
+    def exchange(self, x_S_X: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        self._exchanges += 1
+        if self._exchanges == 4 and not self._backward:
+            os._exit(9)
+        found = self._honest.exchange(x_S_X, sent, received)
+        if found.requires_grad and self._backward:
+            found.register_hook(lambda _: os._exit(9))
+        return found
+
+
+def killed_in_forward(ranks: Ranks, folder: Path) -> None:
+    _killed(ranks, folder, backward=False)
+
+
+def killed_in_backward(ranks: Ranks, folder: Path) -> None:
+    _killed(ranks, folder, backward=True)
+
+
+def killed_in_checkpoint(ranks: Ranks, folder: Path) -> None:
+    _killed(ranks, folder)
+
+
+def _killed(ranks: Ranks, folder: Path, *, backward: bool | None = None) -> None:
+    """The last rank is; the others are not left waiting for it."""
+    assert ranks.experts is not None
+    _, several = _both(folder, ranks, model=EXPERTS)
+    last = ranks.rank == ranks.world - 1
+    if backward is not None and last:
+        ranks.experts.group = _Dying(ranks.experts.group, backward=backward)
+    if backward is not None:
+        with pytest.raises(RuntimeError, match=r"[Cc]onnection|[Tt]imed out"):
+            several.accumulate(make_groups(3))
+        return
+    several.accumulate(make_groups(3))
+    several.step()
+    if last:
+        os._exit(9)
+    with pytest.raises(RuntimeError, match=r"[Cc]onnection|[Tt]imed out"):
+        checkpoint.save(several, folder / "killed", MANIFEST, model_path=folder / EXPERTS, keep=1)
+    assert checkpoint.numbered(folder / "killed") == []
+
+
+def arrival(ranks: Ranks, folder: Path) -> None:
+    ranks.fence()
+
+
 def bf16_gradients(ranks: Ranks, folder: Path) -> None:
     """Batches are cut in other places, and bf16 rounds what is added up within one."""
     one, several = _both(folder, ranks, msgspec.structs.replace(RUN, trainer=Trainer(dtype="bf16")))
@@ -73,7 +246,7 @@ def bf16_gradients(ranks: Ranks, folder: Path) -> None:
 def algorithms(ranks: Ranks, folder: Path) -> None:
     """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised, experts
     whose loads are figures."""
-    chosen: list[Algorithm] = [Ppo(critic_warmup_steps=0), ReinforcePp(kl=Kl(coefficient=0.1, placement="reward"))]
+    chosen: list[Algorithm] = [PPO, ReinforcePp(kl=Kl(coefficient=0.1, placement="reward"))]
     normalized = msgspec.structs.replace(RUN, correction=Importance(reject=(), batch_normalize=True))
     scenes = [(normalized, TIED), (RUN, EXPERTS)]
     scenes += [(msgspec.structs.replace(RUN, algorithm=algorithm), TIED) for algorithm in chosen]
@@ -106,7 +279,7 @@ def twenty_steps(ranks: Ranks, folder: Path) -> None:
 
 def resume(ranks: Ranks, folder: Path) -> None:
     """2 -> 1 -> 2: nothing of weights and optimizer changes on the way, and training goes on as without it."""
-    run = msgspec.structs.replace(RUN, algorithm=Ppo(critic_warmup_steps=0))
+    run = msgspec.structs.replace(RUN, algorithm=PPO)
     one, several = _both(folder, ranks, run)
     for seed in range(2):
         _train(several, make_groups(3, seed))
@@ -117,7 +290,8 @@ def resume(ranks: Ranks, folder: Path) -> None:
     again = Learner(folder / TIED, run, ranks)
     checkpoint.restore(again, second)
     _same(several, again)
-    assert {"critic-00001-of-00002.safetensors", "critic-00002-of-00002.safetensors"} <= set(os.listdir(first))
+    files = {f"critic-{rank + 1:05}-of-{ranks.world:05}.safetensors" for rank in range(ranks.world)}
+    assert files <= set(os.listdir(first))
     again.version = one.version = several.version
     groups = make_groups(3, 7)
     assert _train(several, groups) == _train(again, groups)
@@ -125,17 +299,37 @@ def resume(ranks: Ranks, folder: Path) -> None:
     assert abs(_train(one, groups) - _train(Learner(folder / TIED, run), groups)) > 1e-6  # it has learned before
 
 
+def leave_checkpoint(ranks: Ranks, folder: Path) -> None:
+    """Of a dense model with a critic, and of experts; for ranks of another number."""
+    for model, algorithm in ((TIED, PPO), (EXPERTS, Grpo())):
+        learner = Learner(folder / model, msgspec.structs.replace(RUN, algorithm=algorithm), ranks)
+        for seed in range(2):
+            _train(learner, make_groups(3, seed))
+        checkpoint.save(learner, folder / f"left-{model}", MANIFEST, model_path=folder / model, keep=1)
+
+
+def find_checkpoint(ranks: Ranks, folder: Path) -> None:
+    """Every number is what one rank reads, and the next step is that of one rank."""
+    for model, algorithm in ((TIED, PPO), (EXPERTS, Grpo())):
+        one, several = _both(folder, ranks, msgspec.structs.replace(RUN, algorithm=algorithm), model)
+        for learner in (one, several):
+            checkpoint.restore(learner, folder / f"left-{model}" / "step-0")
+        _same(several, one)
+        assert abs(_train(several, make_groups(3, 7)) - _train(one, make_groups(3, 7))) < 1e-5
+
+
 def _same(a: Learner, b: Learner) -> None:
-    assert a.critic is not None
-    assert b.critic is not None
-    pairs = [(a.model, a.optimizer, b.model, b.optimizer), (a.critic, a.critic.optimizer, b.critic, b.critic.optimizer)]
+    pairs: list[tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]]
+    pairs = [(a.model, a.optimizer, b.model, b.optimizer)]
+    if a.critic is not None and b.critic is not None:
+        pairs.append((a.critic, a.critic.optimizer, b.critic, b.critic.optimizer))
     for mine, my_optimizer, theirs, their_optimizer in pairs:
         for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(a.ranks.whole(p), b.ranks.whole(q)), name
             state, other = my_optimizer.state.get(p, {}), their_optimizer.state.get(q, {})
             assert state.keys() == other.keys()
             for key in state:
-                x, y = (s[key] if key == "step" else a.ranks.whole(s[key]) for s in (state, other))
+                x, y = (s[key] if key == "step" else r.ranks.whole(s[key]) for r, s in ((a, state), (b, other)))
                 assert torch.equal(x, y), (name, key)
 
 

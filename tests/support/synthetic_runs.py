@@ -19,10 +19,11 @@ from rich.console import Console
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Checkpoint, Flow, Reward, Rollout, Run
 from asyncrl.data.arrow import encode
+from asyncrl.data.episodes import agent_figures, played
 from asyncrl.data.tokenizer import save_character_tokenizer
 from asyncrl.system import run_directory
 from asyncrl.system.run_directory import RunDirectory, replace
-from asyncrl.types import Delivery, Segment, Slot, Ticket, Trajectory
+from asyncrl.types import Branch, Delivery, Episode, Segment, Slot, Ticket, Trajectory, Turn
 from asyncrl.user_code.protocol import RewardStats
 from pipelines.compose import to_yaml
 from pipelines.evaluate import Scores
@@ -57,6 +58,8 @@ class Scenario:
     sync: float = 0.05
     lagging: float = 0.0
     """Share of the groups whose tokens are from weights that were too old when they came: the buffer drops them."""
+    turns: int = 0
+    """Of an agent, in each sample: the last one is a branch. 0: there is none."""
     text: str = ""
     """What every answer says, instead of random characters."""
     status: str = "ok"
@@ -129,6 +132,7 @@ class _Synthetic:
         self.running = self.generated = self.version = 0
         self.publishing = False
         self.rewards: dict[int, list[float]] = {}
+        self.played: dict[int, list[Trajectory]] = {}
 
     def write(self) -> Path:
         self.recorder.event("environment", found={"python": "3.11", "asyncrl": "synthetic"})
@@ -175,13 +179,16 @@ class _Synthetic:
             ids = [2 + CHARACTERS.index(character) for character in scenario.text]
         else:
             ids = self.random.integers(2, 2 + len(CHARACTERS), tokens)
+        prompt = Segment.given([2 + CHARACTERS.index(character) for character in f"What is {slot.group}?"])
+        sampled = Segment.sampled(ids, -self.random.exponential(0.5, len(ids)), version)
+        segments, episode = (prompt, sampled), None
+        if scenario.turns:
+            segments, episode = self._episode(prompt, sampled, tokens * scenario.token)
         trajectory = Trajectory(
             slot=slot,
             prompt=f"synthetic/train/{slot.group}",
-            segments=(
-                Segment.given([2 + CHARACTERS.index(character) for character in f"What is {slot.group}?"]),
-                Segment.sampled(ids, -self.random.exponential(0.5, len(ids)), version),
-            ),
+            segments=segments,
+            episode=episode,
             reward=float(self.random.random() < 0.3 + 0.4 * version / scenario.steps),
             finish="stop",
             started=started,
@@ -190,6 +197,22 @@ class _Synthetic:
         )
         self.running += 1
         self.clock.at(trajectory.finished, lambda: self._judge(trajectory))
+
+    def _episode(self, prompt: Segment, turn: Segment, seconds: float) -> tuple[tuple[Segment, ...], Episode]:
+        """Every turn the same, a tool's result between them; before the last one history was edited."""
+        result = Segment.given([2 + CHARACTERS.index(character) for character in "[tool says 42]"])
+        segments, turns, branches = [prompt], list[Turn](), list[Branch]()
+        for number in range(self.scenario.turns):
+            if number:
+                if number == self.scenario.turns - 1:
+                    branches.append(Branch(sum(map(len, segments)), len(prompt) - 1, "history_edited"))
+                segments.append(result)
+            start = sum(map(len, segments))
+            segments.append(turn)
+            turns.append(Turn(start, start + len(turn), 0.5 if number else 0.0, tool_calls=number))
+        return tuple(segments), Episode(
+            branches=tuple(branches), turns=tuple(turns), model_s=seconds / 2, tools_s=seconds / 4, wasted_tokens=3
+        )
 
     def _judge(self, trajectory: Trajectory) -> None:
         self.running -= 1
@@ -203,6 +226,7 @@ class _Synthetic:
             self.judging.add(1, came, begun, ended)
             self.buffer.append(encode(trajectory))
             self.rewards.setdefault(trajectory.slot.group, []).append(trajectory.reward)
+            self.played.setdefault(trajectory.slot.group, []).append(trajectory)
 
         self.clock.at(ended, judged)
 
@@ -258,6 +282,7 @@ class _Synthetic:
 
     def _row(self, step: int, groups: list[int], waited: float, first: float, begun: float) -> None:
         rewards = [reward for group in groups for reward in self.rewards.pop(group)]
+        trained = [played(self.played.pop(group)) for group in groups]
         ledger = self.buffer.ledger()
         figures = {f"reward_{name}": getattr(self.judging, name) for name in self.judging.__struct_fields__}
         self.recorder.rows.append(
@@ -272,7 +297,7 @@ class _Synthetic:
                 "waiting": 0, "drafts": 0, "drafted_tokens": 0, "accepted_tokens": 0, "accepted_by_position": [],
                 "speculation_net_gain": None, "speculation": [], "drafter": None, "in_flight": ledger.in_flight,
                 "buffered": ledger.buffered, "dropped": sum(ledger.dropped.values()), "first_work": first,
-                "first_wave_finished": first, **figures,
+                "first_wave_finished": first, **figures, **agent_figures(trained),
             }
         )  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_equal_texts_stay_in_one_split_whatever_the_seed_and_the_order(tmp_path:
         (b'{"prompt": "x"', r"line 3: Input data was truncated"),
         (b'{"question": "x"}', r"line 3: no column 'prompt'"),
         (b'{"prompt": ""}', r"line 3: the prompt is empty"),
-        (b'{"prompt": "\xff"}', r"line 3: .*utf-8"),
+        (b'{"prompt": "\xff"}', r"line 3: not UTF-8 at byte 13 \(0xff, 'ÿ' in Latin-1\): convert the file"),
         (b"[]", r"line 3: Expected `object`, got `array`"),
     ],
 )

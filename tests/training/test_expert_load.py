@@ -21,7 +21,7 @@ from asyncrl.training.learner import Learner
 from asyncrl.training.routes import ObservedRoutes
 from pipelines.compose import compose
 from pipelines.plan.plan import problems
-from tests.support.routes import shape_of
+from tests.support.routes import part_of, shape_of
 from tests.support.tiny_model import tiny_checkpoint
 from tests.support.training_groups import gradients_of, make_groups
 
@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_transformers_over_real_tokens(recomputed: int, tmp_
     tokens_T = torch.randint(1, 48, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     shape = shape_of(model)
     assert shape is not None
-    routes = ObservedRoutes(shape, torch.arange(4), balanced=True)
+    routes = ObservedRoutes(shape, part_of(torch.arange(len(tokens_T))), balanced=True)
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
     hidden_T_E = model(
         tokens_T, positions_T, packed_attention(LENGTHS), run=Execution(recomputed=recomputed).layer, route=routes
@@ -125,7 +125,7 @@ def test_it_is_added_to_the_loss_of_a_step_as_a_mean(aggregation: Any, tmp_path:
         learner.accumulate(groups)
     (batch,) = pack([block(group, [1.0] * 4, SHAPE) for group in groups], 10_000)
     model, _ = load_model(tmp_path)
-    routes = ObservedRoutes(SHAPE, batch.predict_L, batch.routes_T_L_C, balanced=True)
+    routes = ObservedRoutes(SHAPE, batch.here, balanced=True)
     predicting_states(model, batch, Trainer(), route=routes)
     balance = routes.found.balance_loss
     assert balance is not None

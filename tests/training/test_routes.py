@@ -23,7 +23,7 @@ from asyncrl.training.learner import Learner
 from asyncrl.training.routes import ObservedRoutes
 from asyncrl.types import Group, Segment, Slot, Trajectory
 from tests.support.driving import LONG, Answer, ask, collect_all, serving
-from tests.support.routes import routes_of, shape_of
+from tests.support.routes import part_of, routes_of, shape_of
 from tests.support.tiny_model import tiny_checkpoint
 from tests.support.training_groups import gradients_of, make_groups
 
@@ -142,7 +142,7 @@ def test_a_route_differs_by_its_experts_not_by_their_order() -> None:
     scores_T_X = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.3, 0.1, 0.4, 0.2]])
     routes_T_L_C = torch.tensor([[[0, 1], [1, 0]], [[3, 2], [0, 1]], [[1, 3], [2, 1]]], dtype=torch.uint8)
     predict_L = torch.tensor([0, 0, 1, 2])  # two samples begin after the first token
-    replay = ObservedRoutes(RouteShape(layers=(1, 3), active=2, experts=4), predict_L, routes_T_L_C)
+    replay = ObservedRoutes(RouteShape(layers=(1, 3), active=2, experts=4), part_of(predict_L, routes_T_L_C))
     assert replay(1, scores_T_X).tolist() == [[0, 1], [3, 2], [1, 3]]
     for _ in range(2):
         assert replay(3, scores_T_X).tolist() == [[1, 0], [0, 1], [2, 1]]
@@ -157,7 +157,7 @@ def test_more_than_256_experts_take_two_bytes_each() -> None:
     assert shape.token_bytes == 4
     routes = np.array([[[299, 3]], [[0, 256]]], np.uint16)
     assert np.array_equal(shape.read(routes.tobytes()), routes)
-    replayed = ObservedRoutes(shape, torch.arange(2), torch.from_numpy(routes))
+    replayed = ObservedRoutes(shape, part_of(torch.arange(2), torch.from_numpy(routes)))
     assert replayed(0, torch.rand(2, 300)).tolist() == [[299, 3], [0, 256]]
 
 

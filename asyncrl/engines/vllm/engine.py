@@ -84,8 +84,8 @@ class VllmEngine(VllmRequests):
             self._llm = AsyncLLM.from_engine_args(self._args)
         except Exception as error:
             raise EngineError(
-                f"engine {self.name} did not start: {error}; vLLM printed the cause above, and VLLM_LOGGING_LEVEL=INFO "
-                f"makes it print more"
+                f"engine {self.name} did not start: {error}; vLLM printed the cause above, and prints more with "
+                "--verbose"
             ) from error
         self._processes = [process for process in active_children() if process not in others]
         handler, self._llm.output_handler = self._llm.output_handler, None

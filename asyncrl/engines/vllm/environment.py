@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from asyncrl.config.engine import VllmEngine
 from asyncrl.errors import ConfigError
+from asyncrl.system import quiet
 
 OWNER = "ASYNCRL_ENGINE_OWNER"
 """Process without which the engine's own have no reason to live."""
@@ -29,7 +30,7 @@ def prepare(settings: VllmEngine, precision: str = "fp32") -> None:
     for problem in problems(settings):
         raise ConfigError(problem)
     wanted = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "INFO" if quiet.verbose() else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # fp32 means fp32: by itself Triton multiplies such numbers with ten bits of mantissa on GPUs.

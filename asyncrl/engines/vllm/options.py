@@ -18,6 +18,7 @@ from asyncrl.config.precision import Fp8
 from asyncrl.models.outline import read_outline
 from asyncrl.precision.layers import PROJECTIONS
 from asyncrl.precision.quantizer import WEIGHT_BLOCK
+from asyncrl.system import quiet
 from asyncrl.system.devices import has_gpu
 from asyncrl.types import Request
 
@@ -82,6 +83,7 @@ def engine_args(
         kv_cache_dtype=settings.kv_dtype,
         attention_backend=attention(settings, drafter),
         enable_prefix_caching=True,
+        use_tqdm_on_load=quiet.verbose(),  # nor bars over the graphs that are captured
         logprobs_mode="processed_logprobs",  # of the distribution that is really sampled from
         speculative_config=speculative_config(drafter, settings.max_batch),
         scheduler_cls=f"{SCHEDULERS}{'adaptive_scheduler' if adaptive else 'joining_scheduler'}",

@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.buffer.journal import Admitted, Begun, Folded, Record
 from asyncrl.buffer.replay import Sample
 from asyncrl.data.arrow import Row
+from asyncrl.data.episodes import lines
 from asyncrl.observe.audit.accounts import Accounts, Samples
 from asyncrl.observe.audit.evidence import DamageError, Location, Tally, pruned_below, read_journal, read_rows
 from asyncrl.observe.audit.records import Events
@@ -90,7 +91,7 @@ def _accounts(records: list[tuple[Location, Record]], trajectories: Path, run_id
         of_group = samples.setdefault(row.slot.group, {})
         if row.slot.sample in of_group:
             raise DamageError(f"{location}: {_name(row.slot)} is stored twice")
-        sample = Sample(row.slot, b"", row.sampled_tokens, row.oldest_version, row.reward)
+        sample = Sample.of(row, b"")
         of_group[row.slot.sample] = sample.stored(admitted[row.slot.group])
     if tally.first > (needed := pruned_below(trajectories)):
         raise DamageError(f"trajectories before {tally.first} are gone, but a consumer needs those from {needed} on")
@@ -100,9 +101,12 @@ def _accounts(records: list[tuple[Location, Record]], trajectories: Path, run_id
 def _check_row(location: Location, row: Row, group_size: int, admitted: Mapping[int, int]) -> None:
     if row.slot.group not in admitted or row.slot.sample >= group_size:
         raise DamageError(f"{location}: {_name(row.slot)} is stored, but no ticket was issued for it")
-    versions = [version for _, _, version in row.runs if version != GIVEN]
-    if versions != sorted(versions):
-        raise DamageError(f"{location}: {_name(row.slot)} goes back in versions: {versions}")
+    branches = () if row.episode is None else row.episode.branches
+    for line in lines(len(row.tokens), branches):  # parallel calls are sampled at the same time
+        here = [run for run in row.runs if run[0] < line.stop and line.start < run[1]]
+        versions = [version for _, _, version in here if version != GIVEN]
+        if versions != sorted(versions):
+            raise DamageError(f"{location}: {_name(row.slot)} goes back in versions: {versions}")
 
 
 def _follow(accounts: Accounts, location: Location, record: Record) -> None:

@@ -8,7 +8,9 @@ STARTING = {"spawn": "be placed and started", "start": "start", "restore": "load
 TRAINING = {"accumulate": "do a forward and backward", "step": "take a step", "save": "save a checkpoint"}
 WAITED_FOR = ("evaluate", "take", "export_weights", "load_weights")
 """Further calls that hold up the pipeline, the most telling first."""
-BESIDE = frozenset(("generate", "admit", "offer", "status", "follow", "collect", "load_drafter", "note"))
+BESIDE = frozenset(
+    ("generate", "play", "fetch", "admit", "offer", "status", "follow", "collect", "load_drafter", "note", "failures")
+)
 """Calls that are always in progress, or that nobody waits for."""
 OF_THE_REWARD = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_INVALID)
 
@@ -117,7 +119,9 @@ class _Trail:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items(), key=lambda item: -item[1]))
         self._links.append(f"{sum(dropped.values())} samples were dropped since the last progress ({reasons})")
         if cause := main_cause(dropped):
-            self._links.append(f"{cause} means that {describe(cause).meaning}")
+            said = self._said("reward")
+            first = f": {said.failures[cause]}" if said is not None and cause in said.failures else ""
+            self._links.append(f"{cause} means that {describe(cause).meaning}{first}")
         if any(reason in dropped for reason in OF_THE_REWARD):
             self._links.append(f"so look at the reward function {self._picture.reward_function}")
             self._suspects.append("reward")
@@ -160,6 +164,9 @@ class _Trail:
             case "environment":
                 self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its environment")
                 self._actor("reward", pronoun="the reward actor")
+            case "agent":
+                self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its harness")
+                self._harness()
             case "reward":
                 self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its reward")
                 self._reward()
@@ -189,7 +196,8 @@ class _Trail:
             self._actor(call.actor, pronoun="it")
             if not self._faulty(call.actor):
                 self._links.pop()
-                self._engine(call.actor)
+                plays = said is not None and not said.running and self._said("gateway") is not None
+                self._harness() if plays else self._engine(call.actor)
         else:
             self._links.append(f"it waits for {doing[0].what}")
             self._reward()
@@ -212,6 +220,18 @@ class _Trail:
         self._links.append(
             f"the reward function {self._picture.reward_function} (process {oldest.pid}) {doing} for "
             f"{oldest.seconds:.0f} s of the {oldest.limit_s:g} s that it may take"
+        )
+
+    def _harness(self) -> None:
+        said = self._said("gateway")
+        if self._faulty("gateway") or said is None or not said.judging:
+            return self._actor("gateway", pronoun="the gateway")
+        self._suspects.append("gateway")
+        oldest = said.judging[0]
+        doing = "has been stopped (SIGSTOP)" if oldest.stopped else "has been at one episode"
+        self._links.append(
+            f"the agent {self._picture.harness} (process {oldest.pid}) {doing} for {oldest.seconds:.0f} s of the "
+            f"{oldest.limit_s:g} s that it may take; {said.queued} episodes wait for a worker"
         )
 
     def _actor(self, name: str, *, otherwise: str = "", pronoun: str = "which") -> None:

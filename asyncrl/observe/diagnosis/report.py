@@ -13,10 +13,15 @@ from asyncrl.system.run_directory import replace
 TEXT, JSON = "stall.txt", "stall.json"
 
 
+def chain(explanation: Explanation) -> str:
+    """What a terminal shows: no stacks, which are for whoever looks into the file."""
+    links = "\n".join(f"  {number}. {link}" for number, link in enumerate(explanation.chain, start=1))
+    return f"who waits for whom\n{links}"
+
+
 def render(explanation: Explanation, stacks: Mapping[str, str]) -> str:
-    chain = "\n".join(f"  {number}. {link}" for number, link in enumerate(explanation.chain, start=1))
     dumps = "\n\n".join(f"stack of {name}\n{stack.rstrip()}" for name, stack in stacks.items())
-    return f"{explanation.sentence}\n\nwho waits for whom\n{chain}\n\n{dumps}\n"
+    return f"{explanation.sentence}\n\n{chain(explanation)}\n\n{dumps}\n"
 
 
 def write(directory: Path, explanation: Explanation, snapshot: Snapshot, stacks: Mapping[str, str]) -> None:

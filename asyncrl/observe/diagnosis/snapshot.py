@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.types import BufferStatus
 
-Stage = Literal["generate", "environment", "verdict", "reward", "append"]
+Stage = Literal["generate", "environment", "agent", "verdict", "reward", "append"]
 Health = Literal["answers", "busy", "silent", "stopped", "dead"]
 """`busy`: the process answers, but its event loop takes no calls. `silent`: the process does not answer either."""
 
@@ -69,6 +69,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     judging: tuple[Judging, ...] = ()
     queued: int = 0
     """Shares of samples that wait for a reward process."""
+    failures: dict[str, str] = {}
+    """Of the reward actor: what the user's functions failed with first, by reason."""
 
 
 class ActorView(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Where the driver's main thread is."""
     group_timeout_s: float = 0.0
     reward_function: str = ""
+    harness: str = ""
+    """The function or program of an agent."""
 
 
 class Explanation(msgspec.Struct, frozen=True):

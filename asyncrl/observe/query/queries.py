@@ -69,6 +69,34 @@ READY = {
         FROM trajectories WHERE step IS NOT NULL ORDER BY staleness DESC, seconds DESC LIMIT 20
         """,
     ),
+    "episodes_by_step": Ready(
+        "by step, how long episodes of a harness were, and where their seconds went",
+        """
+        SELECT step, count(*) AS episodes, round(avg(turns), 2) AS turns, round(avg(tool_calls), 2) AS tool_calls,
+            round(avg(seconds), 3) AS seconds, round(sum(model_seconds) / sum(seconds), 3) AS in_model,
+            round(sum(tools_seconds) / sum(seconds), 3) AS in_tools,
+            round(sum(waiting_seconds) / sum(seconds), 3) AS waiting, round(avg(branches), 2) AS branches,
+            sum(wasted_tokens)::BIGINT AS wasted_tokens
+        FROM episodes WHERE step IS NOT NULL GROUP BY step ORDER BY step
+        """,
+    ),
+    "branches_by_cause": Ready(
+        "why calls of harnesses did not go on from what was sampled before them, and in how many episodes",
+        """
+        SELECT branch.key AS cause, sum(branch.value)::BIGINT AS branches, count(*) AS episodes,
+            round(count(*) / (SELECT count(*) FROM episodes), 3) AS of_episodes
+        FROM (SELECT unnest(map_entries(branches_by_cause)) AS branch FROM episodes)
+        GROUP BY branch.key ORDER BY branches DESC, cause
+        """,
+    ),
+    "reward_by_turns": Ready(
+        "reward of episodes by their number of turns",
+        """
+        SELECT turns, count(*) AS episodes, round(avg(reward), 4) AS reward, round(avg(tool_calls), 2) AS tool_calls,
+            round(avg(sampled_tokens), 1) AS sampled_tokens, round(avg(seconds), 3) AS seconds
+        FROM episodes GROUP BY turns ORDER BY turns
+        """,
+    ),
     "drops_by_reason": Ready(
         "samples that were never trained on, by reason; `stored` were finished, and `tokens` are theirs",
         """
@@ -93,6 +121,16 @@ READY = {
         FROM groups LEFT JOIN raw_meanings
             ON code = split_part(drop_reason, ':', 1)  -- `stage:NAME` has the meaning of `stage`
         WHERE fate = 'dropped' GROUP BY drop_reason ORDER BY groups DESC, reason
+        """,
+    ),
+    "failures": Ready(
+        "the first failure of each of your functions in each way: the error, its line, and what the call got",
+        """
+        SELECT to_timestamp(time) AS at, fields->>'$.function' AS function, fields->>'$.reason' AS reason,
+            fields->>'$.message' AS message, nullif(fields->>'$.source', '') AS line,
+            fields->>'$.arguments.prompt' AS prompt, fields->>'$.arguments.completion' AS completion,
+            fields->>'$.arguments.turns' AS turns, fields->>'$.arguments.answer' AS answer
+        FROM events WHERE kind = 'function_failed' ORDER BY time
         """,
     ),
     "time_per_engine": Ready(

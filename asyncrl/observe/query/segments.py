@@ -53,6 +53,7 @@ SCHEMA: Any = pa.schema(
         *((NAMES.get(name, name), _kind(kind)) for name, kind in COLUMNS.items()),
         ("parts", pa.string_view()),
         ("route_bytes", pa.int64()),
+        ("episode", pa.string_view()),
         ("unsigned_versions", pa.list_view(pa.uint32())),
     ]
 )
@@ -97,7 +98,9 @@ class _Reader:
             columns.append(column)
         versions = columns[-1]
         unsigned = pa.ListViewArray.from_arrays(versions.offsets, versions.sizes, versions.values.view(pa.uint32()))
-        columns += [self._parts(place, ends), self._route_bytes(place, ends), unsigned]
+        columns += [self._text(place, ends), self._route_bytes(place, ends), self._text(place, ends), unsigned]
+        if np.any(place << WORD != ends):
+            raise IndexError("a row does not end with its frame")
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
     def _column(self, kind: Any, place: Positions) -> tuple[Any, Positions]:
@@ -110,7 +113,7 @@ class _Reader:
         found = numbers.astype("<i4") if kind == INT32 else numbers.view("<f8") if kind == FLOAT64 else numbers
         return as_array(found), place + 1
 
-    def _parts(self, place: Positions, ends: Positions) -> Any:
+    def _text(self, place: Positions, ends: Positions) -> Any:
         """One text more in the rows that do not end here; the others have an empty one."""
         views = np.zeros((len(place), 2), np.int64)
         (longer,) = np.nonzero(place << WORD < ends)
@@ -119,14 +122,12 @@ class _Reader:
         return self._as_text(views)
 
     def _route_bytes(self, place: Positions, ends: Positions) -> Any:
-        """How long the routes are, in the rows that have any: all end here."""
+        """How long the routes are, in the rows that do not end here."""
         lengths = np.zeros(len(place), np.int64)
         (longer,) = np.nonzero(place << WORD < ends)
         if len(longer):
             lengths[longer] = self._lengths(place[longer])
             place[longer] += 1 + (lengths[longer] + 7 >> WORD)
-        if np.any(place << WORD != ends):
-            raise IndexError("a row does not end with its frame")
         return as_array(lengths)
 
     def _texts(self, place: Positions) -> tuple[Positions, Positions]:

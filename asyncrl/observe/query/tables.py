@@ -59,6 +59,8 @@ TABLES = {
     "metrics": "a row for each step",
     "events": "spans (with seconds) and moments (without), in the order they were written",
     "evaluations": "a row for each evaluation on held-out prompts",
+    "episodes": "a row for each sample that a harness played",
+    "turns": "a row for each call of the model in an episode that was answered",
 }
 SAFE: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
@@ -99,6 +101,37 @@ CREATE VIEW trajectories AS
             ELSE '$incomplete' END AS drop_reason,
         t.tokens, t.logprobs, t.versions, nullif(t.route_bytes, 0) AS route_bytes
     FROM raw_trajectories t LEFT JOIN groups g USING (group_id);
+CREATE VIEW raw_episodes AS
+    SELECT sequence, group_id, sample,
+        list_transform((episode->'$[0]')::JSON[], lambda b: {
+            'start': (b->>'$[0]')::BIGINT, 'after': (b->>'$[1]')::BIGINT, 'cause': b->>'$[2]'}) AS branches,
+        list_transform((episode->'$[1]')::JSON[], lambda t: {
+            'start': (t->>'$[0]')::BIGINT, 'stop': (t->>'$[1]')::BIGINT, 'reward': (t->>'$[2]')::DOUBLE,
+            'tool_calls': (t->>'$[3]')::BIGINT}) AS turns,
+        (episode->>'$[2]')::DOUBLE AS model_seconds, (episode->>'$[3]')::DOUBLE AS tools_seconds,
+        (episode->>'$[4]')::BIGINT AS wasted_tokens
+    FROM (SELECT sequence, group_id, sample, nullif(episode, '')::JSON AS episode FROM raw_trajectories)
+    WHERE episode IS NOT NULL;
+CREATE VIEW episodes AS
+    SELECT group_id, e.sample, prompt, reward, fate, step, staleness, finish, engine, started, seconds,
+        len(turns) AS turns, coalesce(list_sum(list_transform(turns, lambda t: t.tool_calls)), 0)::BIGINT AS tool_calls,
+        model_seconds, tools_seconds, greatest(seconds - model_seconds - tools_seconds, 0) AS waiting_seconds,
+        len(branches) AS branches,
+        map_from_entries(list_transform(list_sort(list_distinct(list_transform(branches, lambda b: b.cause))),
+            lambda c: {'k': c, 'v': len(list_filter(branches, lambda b: b.cause = c))})) AS branches_by_cause,
+        answer_tokens AS sampled_tokens, prompt_tokens AS given_tokens, wasted_tokens,
+        coalesce(list_sum(list_transform(turns, lambda t: t.reward)), 0) AS turn_rewards
+    FROM raw_episodes e JOIN trajectories USING (sequence, group_id);
+CREATE VIEW turns AS
+    SELECT group_id, sample, number::INTEGER AS turn, t.start, t.stop, t.stop - t.start AS tokens, t.reward,
+        t.tool_calls,
+        -- The branch by which the call came: the last one between the turn before and this one.
+        list_filter(branches, lambda b: b.start <= t.start AND b.start >= before)[-1].cause AS branch
+    FROM (
+        SELECT group_id, sample, branches, number, turns[number + 1] AS t,
+            coalesce(turns[number].stop, 0) AS before
+        FROM (SELECT *, unnest(range(len(turns))) AS number FROM raw_episodes)
+    );
 CREATE MACRO tokens(of_group, of_sample) AS TABLE
     SELECT generate_subscripts(tokens, 1) - 1 AS position, unnest(tokens) AS token, unnest(versions) AS version,
         unnest(logprobs) AS logprob
@@ -118,7 +151,7 @@ CREATE VIEW evaluations AS
 
 
 def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
-    """The views `trajectories`, `groups`, `metrics`, `events`, `evaluations` and the macro `tokens(group_id, sample)`.
+    """The views that `TABLES` names, and the macro `tokens(group_id, sample)`.
 
     SQL on the connection reaches these and nothing else: no other file, no network, no extension.
     """

@@ -135,6 +135,34 @@ def distributions(run: Recorded) -> list[Chart]:
     return charts
 
 
+def agents(run: Recorded) -> list[Chart]:
+    """Nothing for a run without a harness."""
+    turns = run.connection.execute("SELECT turns FROM episodes").fetchnumpy()["turns"]
+    if not len(turns):
+        return []
+    told = [{"step": row["step"], **(row.get("agents") or {})} for row in run.rows]
+    causes = sorted({cause for row in told for cause in row.get("branches_by_cause") or {}})
+    branches = [
+        {"step": row["step"]}
+        | {cause: ((row.get("branches_by_cause") or {}).get(cause) or 0) / row["episodes"] for cause in causes}
+        for row in told
+        if row.get("episodes")
+    ]
+    shares = {"model_share": "model", "tools_share": "harness and tools", "waiting_share": "waiting"}
+    charts = [
+        _bars("Turns of an episode", "turns", *_binned(turns), unit="episodes"),
+        _chart(
+            "Turns and tool calls",
+            "in an episode",
+            [_line(told, "turns", "turns"), _line(told, "tool_calls", "tool calls")],
+        ),
+        _chart("Time of episodes", "share", [_line(told, *pair) for pair in shares.items()], percent=True),
+        _chart("Branches", "in an episode", [_line(branches, cause, cause.replace("_", " ")) for cause in causes]),
+    ]
+    known = [chart for chart in charts[1:] if any(y is not None for each in chart["series"] for y in each["y"])]
+    return [charts[0], *known]
+
+
 def drafting(run: Recorded) -> list[Chart]:
     """Nothing for a run without a drafter."""
     rows = [row for row in run.rows if row.get("drafts")]

@@ -17,6 +17,7 @@ import msgspec
 import asyncrl
 from asyncrl.buffer.retention import read_pruned
 from asyncrl.observe.report import curves
+from asyncrl.observe.report.agents import agents
 from asyncrl.observe.report.figures import Found
 from asyncrl.observe.report.headline import Figures, headline
 from asyncrl.observe.report.recorded import Recorded
@@ -100,7 +101,7 @@ TOLD = (
         "drafter_failed",
         "stall",
     ),
-    *("checkpoint_damaged", "pruned"),
+    *("checkpoint_damaged", "pruned", "function_failed"),
 )
 """Events that are listed in words."""
 LOG = 500
@@ -132,6 +133,7 @@ def document(run: Recorded) -> dict[str, Any]:
         "distributions": curves.distributions(run),
         "correction": curves.correction(run),
         "drafting": curves.drafting(run),
+        "agents": agents(run),
         "waste": waste(found),
         "memory": curves.memory(run),
         "samples": samples(run),

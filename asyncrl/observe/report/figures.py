@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.drop_reasons import CALL_CUT_OFF
 from asyncrl.observe.report.headline import Figures
 from asyncrl.observe.report.recorded import Recorded, differences
 from asyncrl.observe.report.time_breakdown import CAUSES, Judged, Pieces, Running, split
@@ -124,6 +125,10 @@ def outcomes(run: Recorded) -> dict[str, dict[str, Any]]:
     ).fetchall()
     for name, dropped, tokens, completions in rows:
         found[name] = {"tokens": int(tokens), "completions": int(completions), "dropped": bool(dropped)}
+    lost = "SELECT sum(wasted_tokens), count(*) FROM episodes WHERE wasted_tokens > 0"
+    for tokens, episodes in run.connection.execute(lost).fetchall():
+        if episodes:
+            found[CALL_CUT_OFF] = {"tokens": int(tokens), "completions": int(episodes), "dropped": True}
     waste: Mapping[str, int] = run.summary.get("waste") or {}
     for reason, tokens in waste.items():
         if tokens > (known := found.get(reason, {"tokens": 0}))["tokens"]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -21,6 +21,16 @@ PREVIEW = 60
 INCOMPLETE = "�"
 
 
+class Played(NamedTuple):
+    """An episode, as `raw_episodes` has it."""
+
+    branches: list[dict[str, Any]]
+    turns: list[dict[str, Any]]
+    tools_seconds: float
+    model_seconds: float
+    wasted_tokens: int
+
+
 def samples(run: Recorded) -> dict[str, Any] | None:
     """None where no completion is recorded."""
     if not len(run.completions["reward"]):
@@ -30,7 +40,7 @@ def samples(run: Recorded) -> dict[str, Any] | None:
     decode = _decoder(run)
     group, sample = (run.completions[name] for name in ("group_id", "sample"))
     stored = _read(run, [(int(group[index]), int(sample[index])) for index in wanted])
-    gaps = _gaps(run)
+    gaps, episodes = _gaps(run), _episodes(run, list(stored))
     place: dict[int, int] = {}
     told: list[dict[str, Any]] = []
     budget = TOKENS
@@ -38,7 +48,7 @@ def samples(run: Recorded) -> dict[str, Any] | None:
         key = (int(group[index]), int(sample[index]))
         if index in place or key not in stored:
             continue
-        one = _sample(run, index, stored[key], gaps.get(key), decode)
+        one = _sample(run, index, stored[key], gaps.get(key), decode, episodes.get(key))
         if (budget := budget - len(one["pieces"])) < 0:
             break
         place[index] = len(told)
@@ -91,6 +101,56 @@ def _read(run: Recorded, wanted: list[tuple[int, int]]) -> dict[tuple[int, int],
     return {(group, sample): tuple(stored) for group, sample, *stored in found.fetchall()}
 
 
+def _episodes(run: Recorded, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], Played]:
+    groups = ", ".join(f"({group}, {sample})" for group, sample in wanted)
+    columns = "group_id, sample, branches, turns, tools_seconds, model_seconds, wasted_tokens"
+    if not groups:
+        return {}
+    found = run.connection.view("raw_episodes").filter(f"(group_id, sample) IN ({groups})").project(columns)
+    return {(group, sample): Played(*rest) for group, sample, *rest in found.fetchall()}
+
+
+def _marks(episode: Played, first: int, end: int) -> list[dict[str, Any]]:
+    """Where turns begin and end and where branches do, counted from token `first`."""
+    turns = {turn["start"]: (number, turn) for number, turn in enumerate(episode.turns)}
+    branches = {branch["start"]: branch for branch in episode.branches}
+    starts = sorted({first, *turns, *(turn["stop"] for turn in episode.turns), *branches})
+    found: list[dict[str, Any]] = []
+    for start in starts:
+        if not first <= start < end:
+            continue
+        title, role = "harness", "harness"
+        if start in turns:
+            number, turn = turns[start]
+            own = f", reward {turn['reward']:g}" if turn["reward"] else ""
+            calls = f", {turn['tool_calls']} tool calls" if turn["tool_calls"] else ""
+            title, role = f"model, turn {number + 1}{calls}{own}", "model"
+        mark: dict[str, Any] = {"at": start - first, "title": title, "role": role}
+        if start in branches:
+            mark["branch"] = _branch(branches[start], episode)
+        found.append(mark)
+    return found
+
+
+def _branch(branch: dict[str, Any], episode: Played) -> str:
+    after = branch["after"]
+    turn = sum(turn["start"] <= after for turn in episode.turns)
+    where = f"in or after turn {turn}" if turn else "in the prompt"
+    goes_on = f"from token {after}, {where}" if after >= 0 else "from nothing"
+    return f"branch ({branch['cause'].replace('_', ' ') or 'no cause given'}): goes on {goes_on}"
+
+
+def _facts(episode: Played, seconds: float) -> dict[str, str]:
+    tools, model = episode.tools_seconds, episode.model_seconds
+    return {
+        "turns": str(len(episode.turns)),
+        "tool calls": str(sum(turn["tool_calls"] for turn in episode.turns)),
+        "branches": str(len(episode.branches)),
+        "time in model, tools, waiting": f"{model:.1f} s, {tools:.1f} s, {max(0.0, seconds - model - tools):.1f} s",
+        "tokens of calls cut off": str(episode.wasted_tokens or ""),
+    }
+
+
 def _gaps(run: Recorded) -> dict[tuple[int, int], list[float]]:
     """log pi - log mu of each sampled token, of the completions that the trainer has told of."""
     return {(e["group"], e["sample"]): e["log_ratio"] for e in run.events if e["kind"] == "off_policy"}
@@ -102,9 +162,13 @@ def _sample(
     stored: tuple[Any, Any, Any, str, Any],
     gaps: Sequence[float | None] | None,
     decode: Callable[[list[int]], str],
+    episode: Played | None,
 ) -> dict[str, Any]:
     tokens, logprobs, versions, uid, parts = stored
     sampled = next((i for i, version in enumerate(versions) if version != GIVEN), len(versions))
+    if episode is not None:
+        sampled = min([sampled, *(branch["start"] for branch in episode.branches)])
+    marks = [] if episode is None else _marks(episode, sampled, len(versions))
     pieces = texts(list(tokens[sampled:]), decode)
     versions, logprobs = list(versions[sampled:]), [round(value, 3) for value in logprobs[sampled:]]
     left_out = max(0, len(pieces) - HEAD - TAIL)
@@ -114,9 +178,11 @@ def _sample(
     if left_out:
         pieces, versions, logprobs = (_ends(column) for column in (pieces, versions, logprobs))
         gaps = _ends(gaps) if gaps is not None else None
+        marks = _left(marks, left_out)
     completions = run.completions
     siblings = completions["reward"][completions["group_id"] == completions["group_id"][index]]
     step = completions["step"][index]
+    seconds = float(completions["finished"][index] - completions["started"][index])
     return {
         "reward": float(completions["reward"][index]),
         "parts": parts or {},
@@ -130,7 +196,7 @@ def _sample(
         "finish": _finish(run, index),
         "age": None if completions["staleness"][index] is np.ma.masked else int(completions["staleness"][index]),
         "engine": str(completions["engine"][index]),
-        "seconds": float(completions["finished"][index] - completions["started"][index]),
+        "seconds": seconds,
         "group": int(completions["group_id"][index]),
         "sample": int(completions["sample"][index]),
         "pieces": pieces,
@@ -139,6 +205,7 @@ def _sample(
         "runs": [[i, version] for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]],
         "cut": HEAD if left_out else -1,
         "left_out": left_out,
+        **({} if episode is None else {"marks": marks, "episode": _facts(episode, seconds)}),
     }
 
 
@@ -149,6 +216,14 @@ def _finish(run: Recorded, index: int) -> str:
 
 def _ends(column: list[Any]) -> list[Any]:
     return column[:HEAD] + column[-TAIL:]
+
+
+def _left(marks: list[dict[str, Any]], left_out: int) -> list[dict[str, Any]]:
+    """Those of what is shown; the last one of what is not says what the rest begins in."""
+    head = [mark for mark in marks if mark["at"] < HEAD]
+    hidden = [mark for mark in marks if HEAD <= mark["at"] < HEAD + left_out]
+    tail = [mark | {"at": mark["at"] - left_out} for mark in marks if mark["at"] >= HEAD + left_out]
+    return [*head, *(mark | {"at": HEAD} for mark in hidden[-1:]), *tail]
 
 
 def texts(tokens: list[int], decode: Callable[[list[int]], str]) -> list[str]:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from asyncrl.drop_reasons import DropReason, describe
+from asyncrl.drop_reasons import CALL_CUT_OFF, DropReason, describe
 from asyncrl.observe.report.figures import Found
 
 KEPT = {"trained": "trained on", "training": "in the step being taken", "buffered": "wait in the buffer"}
-ORDER = [*KEPT, *(str(reason) for reason in DropReason)]
+ORDER = [*KEPT, *(str(reason) for reason in DropReason), CALL_CUT_OFF]
 AGAIN_BY_TURNS = """
     SELECT sum(list_sum([place - 1 FOR place IN range(2, len(versions) + 1)
                          IF versions[place] < 0 AND versions[place - 1] >= 0]))
@@ -22,7 +22,7 @@ def waste(found: Found) -> dict[str, Any]:
     names = sorted(outcomes, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
     rows = [
         {
-            "label": KEPT.get(name) or f"dropped: {describe(name).label}",
+            "label": KEPT.get(name) or ("" if name == CALL_CUT_OFF else "dropped: ") + describe(name).label,
             "tokens": outcomes[name]["tokens"],
             "share": outcomes[name]["tokens"] / total if total else 0.0,
             "completions": outcomes[name]["completions"],

@@ -16,19 +16,23 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from asyncrl.config.run import Backend
 from asyncrl.models.checkpoint import empty_policy
+from asyncrl.models.collectives import RankGroup
+from asyncrl.models.decoder import ExpertMixture
+from asyncrl.models.expert_parallel import ExpertGroup
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.distributed.ranks import Ranks, RankSeat
 from asyncrl.training.distributed.shards import fill
 
 
 class FsdpRanks(Ranks):
-    def __init__(self, seat: RankSeat, device: torch.device) -> None:
-        """Returns when every rank is here."""
+    def __init__(self, seat: RankSeat, device: torch.device, context: int = 1, experts: int = 1) -> None:
+        """Returns when every rank is here. `context` neighbours share their batches, and `experts` neighbours the
+        experts of each layer; weights are cut over all ranks."""
         self.rank, self.world, self._device = seat.rank, seat.world, device
         if ip_address(seat.host).is_loopback:  # all on this machine: nothing listens beyond it
             loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -42,6 +46,15 @@ class FsdpRanks(Ranks):
             device_id=device if device.type == "cuda" else None,
         )
         self._mesh = init_device_mesh(device.type, (seat.world,))
+        self.share, self.shares = seat.rank // context, seat.world // context
+        if context > 1:
+            group, _ = distributed.new_subgroups(group_size=context, timeout=seat.timeout)
+            self.context = RankGroup(group)
+        if experts > 1:
+            group, _ = distributed.new_subgroups(group_size=experts, timeout=seat.timeout)
+            places = [list(range(place, seat.world, experts)) for place in range(experts)]
+            copies, _ = distributed.new_subgroups_by_enumeration(places, timeout=seat.timeout)
+            self.experts = ExpertGroup(RankGroup(group), RankGroup(copies), seat.world)
 
     def load(
         self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
@@ -54,11 +67,24 @@ class FsdpRanks(Ranks):
         if dtype == torch.bfloat16:  # the residual stream between the layers stays in fp32
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in model.blocks():
-            fully_shard(layer, mesh=self._mesh, mp_policy=policy)
+            fully_shard(layer, mesh=self._mesh, mp_policy=policy, ignored_params=self._share_experts(layer))
         # What is not in a layer stays whole from forward to backward: the output matrix is used between the two.
         fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=False)
         model.place(self._device)
         fill(model, path, self)
+
+    def _share_experts(self, layer: nn.Module) -> set[nn.Parameter]:
+        """Matrices of experts, where ranks share them: each keeps those of as many, and FSDP leaves them alone."""
+        shared: set[nn.Parameter] = set()
+        for mixture in (each for each in layer.modules() if isinstance(each, ExpertMixture) and self.experts):
+            mixture.group = self.experts
+            for name in ("gate_up", "down"):
+                whole = cast(nn.Parameter, getattr(mixture, name))
+                own = whole.new_empty(len(whole) // self.world, *whole.shape[1:], device=self._device)
+                sharded = DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False)
+                setattr(mixture, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+                shared.add(getattr(mixture, name))
+        return shared
 
     def settle(self, module: nn.Module) -> None:
         cast(FSDPModule, module).reshard()

@@ -1,7 +1,8 @@
 """What one rank of a trainer knows of the others, what they do together, and the rendezvous where they find each other.
 
 Every rank gets the same groups and makes the same calls in the same order. Each computes by itself what the share of
-every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. `Ranks` is a
+every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. With
+`trainer.context_parallel` a share belongs to a group of ranks (asyncrl.training.distributed.context). `Ranks` is a
 trainer of one rank; `asyncrl.training.distributed.fsdp` has the one of several.
 """
 
@@ -17,6 +18,8 @@ from torch import Tensor, distributed, nn
 
 from asyncrl.config.run import Backend
 from asyncrl.models.checkpoint import load_policy
+from asyncrl.models.collectives import RankGroup
+from asyncrl.models.expert_parallel import ExpertGroup
 from asyncrl.models.policy import PolicyModel
 
 TCPStore: Any = cast(Any, distributed).TCPStore  # documented, and not marked as exported
@@ -27,6 +30,18 @@ class Ranks:
 
     rank = 0
     world = 1
+    share = 0
+    """The number of this rank's share of every step."""
+    shares = 1
+    context: RankGroup | None = None
+    """Those that compute this rank's share together with it."""
+    experts: ExpertGroup | None = None
+    """Those that share the experts of every layer with it."""
+
+    @property
+    def reports(self) -> bool:
+        """Whether the figures of its share are this rank's to tell."""
+        return self.context is None or self.context.rank == 0
 
     def load(
         self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
@@ -40,6 +55,10 @@ class Ranks:
 
     def settle(self, module: nn.Module) -> None:
         """Before its weights are read or written: a forward without a backward has left some of them whole."""
+
+    def mismatch(self) -> str:
+        """What this rank was sent otherwise than it arrived, since the last call; nothing, as a rule."""
+        return "" if self.experts is None else self.experts.mismatch()
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Everybody's, by rank."""

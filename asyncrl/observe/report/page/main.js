@@ -57,6 +57,12 @@ function start() {
     section("drafting", "Speculation", "How many drafted tokens were accepted, and what drafting gained by batch size.",
       charts(data.drafting));
   }
+  if (data.agents) {
+    section("agents", "Agents", "Episodes of the harness: turns, time, and calls that branched off.", charts(data.agents.charts),
+      data.agents.branches.length ? table(["why a call branched off", "branches", "episodes", "share of episodes"],
+        data.agents.branches.map(row => [row[0], row[1], row[2], percent(row[3])])) : null,
+      data.agents.notes.map(text => h("p", { class: "muted" }, text)));
+  }
   section("waste", "Waste", "Every sampled token is trained on, on its way, or dropped for a reason.", wasteSection(data.waste));
   section("memory", "Memory and load", null, data.memory.length ? charts(data.memory) : nothing("Not recorded."));
   section("samples", "Samples", "A selection of completions, token by token.",

@@ -29,7 +29,7 @@ function samplesSection(data) {
     const sample = data.samples[state.sample];
     const by = state.by === "gap" && !sample.gaps ? "logprob" : state.by;
     view.replaceChildren(facts(sample), h("h4", null, "Prompt"), h("pre", { class: "text" }, sample.prompt || "(not recorded)"),
-      h("div", { class: "completion-head" }, h("h4", null, "Completion"), toggles(sample, by), scale(sample, by)),
+      h("div", { class: "completion-head" }, h("h4", null, sample.episode ? "Conversation" : "Completion"), toggles(sample, by), scale(sample, by)),
       completion(sample, by));
   }
   function toggles(sample, by) {
@@ -52,6 +52,7 @@ function facts(sample) {
     row("outcome", sample.fate), row("tokens", number(sample.tokens)), row("ended by", sample.finish),
     row("oldest token", sample.age === null ? null : sample.age + (sample.age === 1 ? " version" : " versions") + " old"),
     row("generated", seconds(sample.seconds) + " on " + sample.engine),
+    Object.entries(sample.episode || {}).map(([name, value]) => row(name, value)),
     row("slot", "group " + sample.group + ", sample " + sample.sample), row("prompt id", sample.uid));
 }
 
@@ -59,14 +60,20 @@ function facts(sample) {
 function completion(sample, by) {
   const box = h("pre", { class: "text tokens by-" + by });
   const values = by === "gap" ? sample.gaps : sample.logprobs;
-  let run = 0;
+  const marks = sample.marks || [];
+  let run = 0, mark = 0;
   sample.pieces.forEach((piece, index) => {
+    while (mark < marks.length && marks[mark].at <= index) {
+      const each = marks[mark++];
+      if (each.branch) box.append(h("strong", { class: "branch" }, "⑂ " + each.branch));
+      box.append(h("strong", { class: "turn " + each.role }, each.title));
+    }
     if (index === sample.cut) box.append(h("em", null, " … " + number(sample.left_out) + " tokens left out … "));
     while (run + 1 < sample.runs.length && sample.runs[run + 1][0] <= index) run++;
     const version = sample.runs.length ? sample.runs[run][1] : null;
     const given = version === -1;
     const token = h("span", { class: given ? "given" : shade(by, run, values[index]) }, piece);
-    token.addEventListener("mousemove", event => tooltip.show(event, given ? ["from the prompt or the environment, not sampled"] :
+    token.addEventListener("mousemove", event => tooltip.show(event, given ? ["given, not sampled: from the prompt, the environment or the harness"] :
       ["version " + version, "log-probability " + number(sample.logprobs[index]) + " (p " + number(Math.exp(sample.logprobs[index]), 2) + ")",
         ...(sample.gaps ? ["trainer − engine " + number(sample.gaps[index])] : [])]));
     token.addEventListener("mouseleave", tooltip.hide);
