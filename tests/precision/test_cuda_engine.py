@@ -83,15 +83,15 @@ def test_projections_are_those_of_the_simulation(family: str, options: dict[str,
     """Widths that are no multiples of 128."""
     tiny_checkpoint(tmp_path, family, intermediate_size=136)
     simulation = answers(simulated(tmp_path, "fp8", **options))
-    whole = 0
+    differences = []
     for one, other in zip(answers(engine(tmp_path, "fp8", **options)), simulation, strict=True):
-        # The last bits of sums differ from CPU to CPU, and now and then one turns the rounding of a number: where two
-        # tokens are nearly as likely, a greedy answer then goes another way.
         same = int(np.argmin(np.append(one.tokens == other.tokens, False)))
-        assert same
-        assert np.abs(one.logprobs[:same] - other.logprobs[:same]).mean() < 0.05
-        whole += same == len(one.tokens) == len(other.tokens)
-    assert whole >= len(simulation) - 1
+        differences.append(float(np.abs(one.logprobs[:same] - other.logprobs[:same]).max()))
+    # Sums differ in their last bits, by 2e-6 here. On some CPUs that turns the rounding of a number of some prompt to
+    # FP8, and its answer is off by what FP8 costs; a wrong scale or block would put all of them off.
+    *exact, turned = sorted(differences)
+    assert max(exact) < 1e-5
+    assert turned < 0.2
 
 
 def test_keys_and_values_are_rounded_and_nothing_else(tmp_path: Path) -> None:
