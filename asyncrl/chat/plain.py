@@ -33,7 +33,9 @@ class PlainFormat:
         *,
         options: Mapping[str, Any] = NOTHING,
     ) -> list[int] | None:
-        return self._ids(messages[kept:])
+        ends = self._tokenizer.eos_ids
+        closing = [] if after in ends else ends[:1]  # a reply that was cut off is over all the same
+        return [*closing, *self._ids(messages[kept:])]
 
     def parse(
         self, ids: Sequence[int], tools: Tools | None = None, *, prompt: Sequence[int] | None = None, call: int = 0

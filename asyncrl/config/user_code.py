@@ -37,6 +37,11 @@ class Called(Settings, frozen=True):
         """Of that setting."""
         return self.function
 
+    @property
+    def expected(self) -> str:
+        """How it is called."""
+        return f"{self.function.rpartition(':')[2]}({self.ARGUMENTS})"
+
 
 class Reward(Called, frozen=True):
     """The judge: a plain function."""
@@ -114,6 +119,12 @@ class Agent(Called, frozen=True):
     @property
     def value(self) -> str:
         return " ".join(self.command) or self.function
+
+    @property
+    def expected(self) -> str:
+        if self.command:
+            return "a program that reads a line of JSON (prompt, answer, url, key, ...) from stdin and prints a result"
+        return super().expected
 
     @property
     def on(self) -> bool:

@@ -88,8 +88,7 @@ def explain(settings: Called, failure: FunctionFailure, how_often: str) -> str:
     """The failure in one sentence, and below it the call and what is expected."""
     rows = [("in the line", failure.source)] if failure.source else []
     rows += [("called with", f"{name} = {value}") for name, value in failure.arguments.items()]
-    name = settings.function.rpartition(":")[2]
-    rows += [("expected", f"{name}({settings.ARGUMENTS})"), ("to return", settings.RETURNS)]
+    rows += [("expected", settings.expected), ("to return", settings.RETURNS)]
     shown = [f"  {'' if i and rows[i - 1][0] == label else label:14}{text}" for i, (label, text) in enumerate(rows)]
     return "\n".join([f"{settings.field}={settings.value}: {failure.message}; {how_often}", *shown])
 

@@ -37,7 +37,7 @@ from tests.support.tiny_model import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 EXACT = 1e-5
-"""Largest difference of fp32 log-probabilities, absolute and relative: they are sums in another order, and the CPU's."""
+"""Largest difference of fp32 log-probabilities, absolute and relative: the order of sums is the CPU's."""
 DELTA_NETS, STEPPED, WHOLE = ("qwen3_next", "qwen3_5"), 1e-4, 1e-3
 """Gated delta nets with random weights make rounding larger: of single tokens by as much as the first number, and of a
 whole sequence, which is computed in chunks by other sums, by the second."""

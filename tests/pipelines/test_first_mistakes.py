@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from asyncrl.errors import UserCodeError
 from tests.support import quickstart_runs
-from tests.support.command import asyncrl
+from tests.support.command import Done, asyncrl
 
 MINE = """
 import json
@@ -48,6 +49,14 @@ def environment(prompt, turns, answer):
 
 def stage(samples):
     return len(samples)
+
+
+async def agent(prompt, answer, access):
+    raise ConnectionError("no tools today")
+
+
+def offline(prompt, answer, access):
+    return "an answer of its own"
 
 
 def loss(tokens):
@@ -147,6 +156,41 @@ def test_a_function_that_always_fails_ends_the_run_within_seconds(
     assert all(text in shown for text in arguments), shown
     assert f"expected      {function}(" in shown
     assert f"when mended   asyncrl resume {tmp_path}/run" in shown
+    _ended_in_time(tmp_path, done)
+
+
+@pytest.mark.parametrize(
+    ("function", "raised"),
+    [
+        ("agent", "ConnectionError: no tools today"),
+        ("offline", "it ended without a call of the model: is its client given access.url and access.key?"),
+    ],
+)
+def test_an_agent_that_always_fails_ends_the_run(
+    tmp_path: Path, model: Path, mine: Path, function: str, raised: str
+) -> None:
+    own = (f"agent.function={mine}:{function}", "evaluation.prompts=0")
+    done = asyncrl("run", *SMALL, f"model.path={model}", f"root={tmp_path}", *own)
+    assert done.code == 12, done.out + done.err
+    assert done.err.startswith(f"asyncrl: agent.function={mine}:{function}: {raised}")
+    assert f"expected      {function}(prompt: str, answer: str, access: Access)" in done.err
+    _ended_in_time(tmp_path, done)
+
+
+def test_a_program_that_always_fails_ends_the_run(tmp_path: Path, model: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text('raise SystemExit("no settings file")\n')
+    own = (f"agent.command=[{sys.executable},{program}]", "evaluation.prompts=0")
+    done = asyncrl("run", *SMALL, f"model.path={model}", f"root={tmp_path}", *own)
+    assert done.code == 12, done.out + done.err
+    assert done.err.startswith(f"asyncrl: agent.command={sys.executable} {program}: ")
+    assert "no settings file" in done.err
+    assert "expected      a program that reads a line of JSON" in done.err
+    _ended_in_time(tmp_path, done)
+
+
+def _ended_in_time(tmp_path: Path, done: Done) -> None:
+    """Within 20 s of the first completion, with sentences alone."""
     assert "Traceback" not in done.out + done.err
     assert "stack of" not in done.out + done.err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

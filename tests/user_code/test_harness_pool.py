@@ -198,6 +198,7 @@ if doing == "tell":
     assert os.environ["ANTHROPIC_BASE_URL"] == given["anthropic_url"] == "http://127.0.0.1:1"
     print(given["answer"])
 elif doing == "fail":
+    print("no luck", file=sys.stderr)
     sys.exit(4)
 elif doing == "family":
     child = subprocess.Popen(["sleep", "1000"])
@@ -217,7 +218,7 @@ def test_a_program_for_each_episode(tmp_path: Path) -> None:
     assert found[0] == EpisodeResult("42")
     assert reasons(found) == ["", "agent_error", "agent_timeout", ""]
     assert isinstance(found[1], RewardFailure)
-    assert "exit code 4" in found[1].message
+    assert found[1].message.endswith("exit code 4: no luck")
     assert found[3] == EpisodeResult("left")
     for pid in (tmp_path / "pids").read_text().split():
         _gone(int(pid))
@@ -247,7 +248,7 @@ def _gone(pid: int) -> None:
 
 
 def test_what_cannot_be_used_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"agent.function=nowhere:f .*called as f\(prompt, answer, access\)"):
+    with pytest.raises(ConfigError, match=r"agent.function=nowhere:f .*called as f\(prompt: str, answer: str, access"):
         check_function(Agent(function="nowhere:f"))
     with pytest.raises(ConfigError, match=r"agent.command=.*no-such-program"):
         check_function(Agent(command=("no-such-program",)))
