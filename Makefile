@@ -1,13 +1,14 @@
 # Everything is installed into .venv; all that must be there is Python 3.11 or newer.
 #   make quickstart               install, then the CPU demo
 #   make test                     the tests of every day, in about ten minutes on two cores
-#   make test-all                 those and the slow ones; CI runs this, `make test-cluster` and `make lint`
+#   make test-all                 those and the slow ones; .ci/run has what CI runs beside it
 #   make test-nightly             hundreds of kills, every fault on Ray, benchmarks with vLLM: over half an hour
 #   make lint                     style, types and import contracts
 #   make docs                     docs/ as a site in site/; a broken link fails
 #   make test-cluster             `ray up` of three nodes on loopback addresses, as root
 #   make test-kernels             the GPU's kernels without a GPU, in Triton's interpreter
 #   make test-adapters            harnesses of verifiers and OpenEnv, which need other versions than the other tests
+#   make test-versions            a plain run with the oldest versions of the libraries that are allowed
 #   make test-gpu                 engine tests on CUDA, with the GPU build of vLLM
 #   make soak                     random faults on quickstart runs for SOAK_MINUTES=30, which must still learn
 #   make bench-NAME               benchmarks/NAME.py
@@ -22,7 +23,7 @@ NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SOAK_MINUTES ?= 30
 
-.PHONY: install quickstart test test-all test-nightly test-cluster test-kernels test-adapters test-gpu soak docs lint format
+.PHONY: install quickstart test test-all test-nightly test-cluster test-kernels test-adapters test-versions test-gpu soak docs lint format
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -56,6 +57,11 @@ test-kernels: $(VENV)/.installed-test
 test-adapters: $(VENV)/.installed-test
 	@$(BIN)/python -m pip install --quiet --quiet --upgrade --target $(VENV)/adapters --no-deps --requirement tests/adapters.txt
 	@PYTHONPATH=$(CURDIR)/$(VENV)/adapters $(BIN)/python -m pytest -q tests/harnesses/test_verifiers.py tests/harnesses/test_openenv.py $(ARGS)
+
+# The first lines of a run, with the oldest versions that pyproject.toml allows; the other tests have the newest.
+test-versions: $(VENV)/.installed-test
+	@$(BIN)/python -m pip install --quiet --quiet --upgrade --target $(VENV)/oldest --no-deps --requirement tests/oldest.txt
+	@PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(BIN)/python -m pytest -q tests/pipelines/test_first_lines.py -k "not vllm" $(ARGS)
 
 # On a machine with a GPU and vLLM for it: the same engine tests on CUDA, and what only a GPU can do.
 test-gpu: $(VENV)/.installed
