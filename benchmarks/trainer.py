@@ -8,12 +8,12 @@
 
 A step is forward, backward and update: for asyncrl `Learner.accumulate` and `Learner.step`, for transformers
 `AutoModelForCausalLM` with sdpa attention under autocast, AdamW (fused) and gradients clipped as ours are. Activations
-are `kept` for the backward or computed again in it (`recomputed`); `compiled` is recomputed under `torch.compile`, and
-`eager` is ours without it. With --lora both sides train adapters of that rank on frozen bf16 weights (peft's for
-transformers). Both sides load the same random weights, take as many tokens at a time, and weigh each answer's
-log-probabilities by the same advantage, so gradients have the same norm, which is shown. Each row is measured in a
-process of its own, after a warm-up, one length after another. A row that fails, for lack of memory or of a compiler,
-says so.
+are `kept` for the backward or computed again in it (`recomputed`); `compiled` is recomputed under `torch.compile`,
+`eager` is ours without it, and `their model` is ours with `model.backend=transformers`, recomputed. With --lora both
+sides train adapters of that rank on frozen bf16 weights (peft's for transformers). Both sides load the same random
+weights, take as many tokens at a time, and weigh each answer's log-probabilities by the same advantage, so gradients
+have the same norm, which is shown. Each row is measured in a process of its own, after a warm-up, one length after
+another. A row that fails, for lack of memory or of a compiler, says so.
 
 TFLOP/s are those of the model: 6 for each weight of a matrix and token (2 forward, 4 backward, of which frozen weights
 lack 2; of the embedding nothing, of experts only those of the token, of the output matrix only where a token is
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from asyncrl.config import Run
+from asyncrl.config import Run, WarmStart
 from asyncrl.config.algorithm import Importance
 from asyncrl.config.trainer import PROJECTIONS, Lora, Trainer
 from asyncrl.models.config import ATTENTION, ModelConfig, projection_shapes, read_config
@@ -69,10 +69,12 @@ SHAPES = {name: QWEN3 | shape.settings() for name, shape in expand.SHAPES.items(
 SHAPES["smollm2-135m"] = QWEN3 | SMOLLM2
 UNTIED = ("qwen3-8b", "qwen3-30b-a3b")
 """The published models with an output matrix of their own; the smaller ones use the embedding for it."""
+THEIR_MODEL = "asyncrl their model"
 ROWS = (
     "asyncrl recomputed",
     "asyncrl kept",
     "asyncrl eager",
+    THEIR_MODEL,
     "transformers recomputed",
     "transformers kept",
     "transformers compiled",
@@ -150,6 +152,7 @@ def trainer_run(setting: Setting, row: str) -> Run:
     }
     settings |= {key.removeprefix("trainer."): value for key, value in (each.split("=") for each in setting.ours)}
     return Run(
+        model=WarmStart(backend="transformers" if row == THEIR_MODEL else "auto"),  # where it is, the learner is told
         trainer=msgspec.convert(settings, Trainer, strict=False),
         correction=Importance(proximal="trainer", weight="none", reject=(), max_drift=0.0),
     )
@@ -362,7 +365,9 @@ def _measure(model: Path, setting: Setting, row: str) -> Figures:
         samples_per_second=setting.answers / each,
         tflops=model_flops(config, blocks, frozen=setting.lora > 0) / each / 1e12,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else resident,
-        predicted_bytes=predicted(run, config, blocks) if on_gpu and row.startswith("asyncrl") else None,
+        predicted_bytes=predicted(run, config, blocks)
+        if on_gpu and isinstance(side, Ours) and row != THEIR_MODEL
+        else None,
         gradient_norm=norms[0],
     )
 
