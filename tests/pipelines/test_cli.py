@@ -42,6 +42,7 @@ REQUIRED = {
     "python": {"function": "package.module:function"},
     "code": {"path": "somewhere"},
     "reasoning_gym": {"dataset": "chain_sum"},
+    "verifiers": {"environment": "somewhere"},
     "custom": {"function": "package.module:function"},
 }
 

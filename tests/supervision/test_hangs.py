@@ -9,7 +9,7 @@ import pytest
 
 from actors.rollout.actor import RolloutActor
 from actors.runtime.spawn import InProcess
-from asyncrl.errors import EndOfDataError
+from asyncrl.errors import EndOfDataError, first_cause
 from asyncrl.types import Prompt, Slot
 from pipelines import train
 from pipelines.recording.recorder import Recorder
@@ -163,7 +163,7 @@ def test_prompts_that_end(tmp_path: Path, model: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(train, "make_task", lambda *_: Two())
     with pytest.raises(ExceptionGroup) as error:
         play(small(tmp_path, model, "steps=5"), model, InProcess(), scenario)
-    cause = train._first_cause(error.value)
+    cause = first_cause(error.value)
     assert isinstance(cause, EndOfDataError)
     assert "the prompts have ended: the task has no train prompt 2" in str(cause)
     assert "steps=5 of 4 groups take 20 at least" in str(cause)
