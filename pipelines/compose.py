@@ -25,25 +25,27 @@ from asyncrl.errors import ConfigError
 from asyncrl.system import quiet
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()
-NO_GROUP = "cluster"
-"""A plain setting although configs/cluster/ is there: the files in it are Ray's. Hydra would take it for a choice."""
+CLUSTER, PIPELINE = "cluster", "pipeline"
+"""Plain settings, which Hydra would take for choices of a group: the files of configs/cluster/ are Ray's, and a
+pipeline may be a class of the user's."""
 
 
 def compose(overrides: Sequence[str]) -> Run:
     """The run that `configs/base.yaml` and `overrides` describe, checked."""
     normal = [_normal(override) for override in overrides]
-    cluster = [override for override in normal if override.startswith(f"++{NO_GROUP}=")]
+    plain = [override for override in normal if override.startswith((f"++{CLUSTER}=", f"++{PIPELINE}="))]
     try:
         with _without_hydras_own_warnings(), hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose("base", [override for override in normal if override not in cluster])
+            composed = hydra.compose("base", [override for override in normal if override not in plain])
         raw = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} is required: give it as {error.full_key}=VALUE") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot compose {' '.join(overrides)}: {_first_line(error)}") from None
     found = _with_engine(cast(dict[str, Any], raw))
-    for override in cluster:
-        found[NO_GROUP] = OverridesParser.create().parse_override(override).value()
+    for override in plain:
+        given = OverridesParser.create().parse_override(override)
+        found[given.key_or_group] = given.value()
     return load(found)
 
 
@@ -125,7 +127,8 @@ def _normal(text: str) -> str:
     if key.partition(".")[0] == "hydra":
         raise ConfigError(f"unknown key {key}: Hydra itself cannot be configured here")
     text = text.lstrip("+")
-    if key == NO_GROUP or not (CONFIGS / key).is_dir() or isinstance(value, dict):
+    own = key == PIPELINE and ":" in str(value)
+    if key == CLUSTER or own or not (CONFIGS / key).is_dir() or isinstance(value, dict):
         return f"++{text}"
     choices = [path.stem for path in (CONFIGS / key).glob("*.yaml")]
     if value not in choices:

@@ -15,6 +15,7 @@ import msgspec
 from asyncrl.config import Checkpoint, Reward, Run, WarmStart, load
 from asyncrl.config.algorithm import Algorithm
 from asyncrl.config.errors import did_you_mean
+from asyncrl.config.run import DEFAULT_PIPELINE
 from asyncrl.config.task import (
     ChainsTask,
     DatasetTask,
@@ -78,12 +79,13 @@ class Pipeline:
         agent: Function | str | Agent | None = None,
         stages: Sequence[Function | str | Stage] = (),
         algorithm: str | Algorithm | Function = "grpo",
+        pipeline: str | Function = DEFAULT_PIPELINE,
         name: str = "",
         **settings: Unpack[RunSettings],
     ) -> None:
         """`prompts`: a .jsonl or .parquet file, a directory, a dataset of the Hugging Face hub, `reasoning_gym:NAME`,
-        or anything to iterate over that gives texts, (text, reference) pairs or {prompt, answer} mappings. Without a
-        `name` the next free `pipeline-N` is taken."""
+        or anything to iterate over that gives texts, (text, reference) pairs or {prompt, answer} mappings. `pipeline`:
+        the name of one of ours, or a class of your own. Without a `name` the next free `pipeline-N` is taken."""
         self._name = name or _free_name(Path(settings.get("root", "runs")))
         task = self._task(prompts)
         given = {key: msgspec.to_builtins(value) for key, value in settings.items()}
@@ -95,6 +97,7 @@ class Pipeline:
             "task": msgspec.to_builtins(task),
             "reward": self._called("reward", (task.judge or Reward().function) if reward is None else reward),
             "algorithm": self._algorithm(algorithm),
+            "pipeline": pipeline if isinstance(pipeline, str) else self._location("pipeline", pipeline),
             "stages": [self._called(f"stages/{number}", stage) for number, stage in enumerate(stages)],
         }
         if environment is not None:

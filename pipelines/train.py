@@ -35,7 +35,7 @@ from asyncrl.tasks.base import Split, Task
 from asyncrl.tasks.registry import make_task
 from asyncrl.training.checkpoint_manifest import numbered, set_damaged_aside
 from asyncrl.types import Prompt
-from pipelines.async_grpo import AsyncGrpo
+from pipelines.blocks import Blocks
 from pipelines.compose import changed, from_yaml, to_yaml
 from pipelines.fleet import cluster_offer
 from pipelines.fleet.place import place
@@ -45,6 +45,7 @@ from pipelines.recording import earlier_settings, summary
 from pipelines.recording.notebook import make_progress
 from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
+from pipelines.registry import run_pipeline
 from pipelines.supervision import supervisor
 from pipelines.supervision.function_watch import watching_functions
 from pipelines.supervision.ray_watch import heeding_drains, watching_ray
@@ -320,7 +321,7 @@ async def _train(
         task = EndlessTask(make_task(run.task, run.seed), run)
         watching = watching_functions(fleet.callers, recorder, directory.path)
         async with heeding_drains(run.cluster, fleet, stopping), watching:
-            await AsyncGrpo(run, fleet, task, recorder, stopping, first_step=first_step).run()
+            await run_pipeline(Blocks(run, fleet, task, recorder, stopping, first_step=first_step))
     finally:
         ledger, waste = await fleet.close()  # before it, engines may still store what they are about to finish
     return summary.write(directory, recorder, status="ok", ledger=ledger, waste=waste)

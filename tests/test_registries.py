@@ -24,7 +24,7 @@ from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Corre
 from asyncrl.config.base import Chosen
 from asyncrl.config.drafter import DrafterSettings
 from asyncrl.config.engine import EngineBase, EngineSettings
-from asyncrl.config.run import ModelSource
+from asyncrl.config.run import PIPELINES, ModelSource
 from asyncrl.config.staleness import StalenessControl
 from asyncrl.config.task import TaskBase, TaskSettings
 from asyncrl.config.trackers import TrackerName
@@ -42,7 +42,8 @@ from asyncrl.weights.gather import Tensors
 from asyncrl.weights.transports import registry as transports
 from asyncrl.weights.transports.base import Transport, WriterOptions
 from asyncrl.weights.transports.mirror import sealed
-from pipelines.compose import CONFIGS
+from pipelines import registry as pipelines
+from pipelines.compose import CONFIGS, compose
 from pipelines.plan import plan
 from pipelines.recording import recorder
 
@@ -90,10 +91,16 @@ def test_every_name_has_an_entry_and_every_entry_a_name(literal: Any, registry: 
     assert set(registry) == set(get_args(literal))
 
 
+def test_every_pipeline_has_a_name_and_a_config() -> None:
+    assert set(pipelines.PIPELINES) == set(PIPELINES) == {path.stem for path in (CONFIGS / "pipeline").glob("*.yaml")}
+    assert all(compose([f"pipeline={name}"]).pipeline == name for name in PIPELINES)
+
+
 def _locations() -> Iterator[str]:
     for entry in engines.ENGINES.values():
         yield from filter(None, entry)
     yield from tasks.TASKS.values()
+    yield from pipelines.PIPELINES.values()
     yield from (trackers.TRACKERS | recorder.RAY_TRACKERS).values()
 
 

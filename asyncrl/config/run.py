@@ -15,7 +15,7 @@ from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo,
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import EngineSettings, NativeEngine
-from asyncrl.config.errors import explain, unknown_keys
+from asyncrl.config.errors import did_you_mean, explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
 from asyncrl.config.placement import Placement
 from asyncrl.config.precision import RolloutPrecision, check_precision
@@ -28,6 +28,9 @@ from asyncrl.config.user_code import Reward as Reward
 from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
 
+DEFAULT_PIPELINE = "async_grpo"
+PIPELINES = (DEFAULT_PIPELINE,)
+"""Ours, by name; `pipelines.registry` has their classes."""
 Backend = Literal["auto", "native", "transformers"]
 
 
@@ -233,6 +236,8 @@ class Run(Settings, frozen=True):
     """Oldest policy version, counted back from the trainer's, that may be trained on; 0 is synchronous."""
     staleness: StalenessControl = FixedStaleness()
     """Use all of `max_staleness`, or move below it to hold the off-policy figures in a band."""
+    pipeline: str = DEFAULT_PIPELINE
+    """How the actors work together: `async_grpo`, or a class of your own, as path/to/file.py:Class."""
     cluster: str = "local"
     """`local` starts Ray here, `auto` or an address attaches, `inprocess` runs without Ray."""
     engine: EngineSettings = NativeEngine()
@@ -328,6 +333,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
             f"{run.flow.groups_per_take}: the trainer would wait forever; raise it, or set auto, or 0 for no such limit"
         )
     _check_incomplete(run)
+    _check_pipeline(run)
     if run.algorithm.dynamic_sampling and run.rollout.group_size == 1:
         raise ConfigError(
             "algorithm.dynamic_sampling=true drops groups of equal rewards, and with rollout.group_size=1 that is "
@@ -356,6 +362,14 @@ def check(run: Run, *, recorded: bool = False) -> None:
     if len(run.name.encode()) > NAME_BYTES:
         raise ConfigError(
             f"name={run.name} has {len(run.name.encode())} bytes; files of a run name it with {NAME_BYTES}"
+        )
+
+
+def _check_pipeline(run: Run) -> None:
+    if run.pipeline not in PIPELINES and ":" not in run.pipeline:
+        raise ConfigError(
+            f"pipeline={run.pipeline} does not exist: {did_you_mean(run.pipeline, PIPELINES)}, or name a class of your "
+            "own: pipeline=path/to/file.py:Class"
         )
 
 

@@ -1,4 +1,4 @@
-"""A run on a virtual clock: the loop of `pipelines.async_grpo`, with costs in place of engines and trainer.
+"""A run on a virtual clock: the loop of `pipelines.blocks`, with costs in place of engines and trainer.
 
 Real are the buffer with its ledger and admission (`asyncrl.buffer`), the staleness controller and the elastic pool's
 policy (`asyncrl.fleet`): the same code that a run executes, called in the same order. Simulated is what takes time.

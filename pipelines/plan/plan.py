@@ -14,6 +14,7 @@ from asyncrl.chat import chat_format
 from asyncrl.config import Run, check
 from asyncrl.config import trackers as tracking
 from asyncrl.config.precision import model_problems
+from asyncrl.config.run import PIPELINES
 from asyncrl.config.user_code import Called, stages
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines import registry as engines
@@ -115,7 +116,8 @@ def _functions(run: Run) -> Iterator[str]:
     called: list[Called] = [run.reward, *environment, *agent, *stages(run.stages)]
     names = [settings.function for settings in called]
     checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
-    for field, name in (*run.algorithm.functions, *run.correction.functions):  # those that the trainer calls
+    own = [] if run.pipeline in PIPELINES else [("pipeline", run.pipeline)]
+    for field, name in (*own, *run.algorithm.functions, *run.correction.functions):
         checks.append(partial(load_function, name, field))
         names.append(name)
     if run.cluster != "inprocess" and (here := [name for name in names if is_here(name)]):

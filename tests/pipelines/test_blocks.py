@@ -1,0 +1,99 @@
+"""Pipelines of a user's own, from the blocks that ours are made of."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError, UserCodeError
+from asyncrl.training.checkpoint import numbered
+from pipelines.compose import compose, from_yaml
+from tests.support import quickstart_runs
+from tests.support.command import asyncrl
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pipeline.py"
+OWN = """
+class EndsEarly:
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    async def run(self):
+        blocks = self.blocks
+        async with blocks.running(blocks.generate()):
+            for step in blocks.steps:
+                async for groups in blocks.groups(step):
+                    await blocks.accumulate(groups)
+                blocks.publish_soon(await blocks.update())
+                await blocks.finish(step)
+                if step == 1:
+                    break
+
+
+class Mistaken(EndsEarly):
+    async def run(self):
+        blocks = self.blocks
+        async with blocks.running(blocks.generate()):
+            for step in blocks.steps:
+                await blocks.acumulate(step)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_the_last_step_of_a_pipeline_that_ends_early_is_served_saved_and_evaluated(
+    own: Path, tmp_path: Path, model: Path
+) -> None:
+    quickstart_runs.run(tmp_path, model, f"pipeline={own}:EndsEarly", "steps=9", "checkpoint.every=0")
+    summary = quickstart_runs.summary(tmp_path)
+    assert (summary["status"], summary["steps"]) == ("ok", 2)
+    assert [step for step, _ in numbered(tmp_path / "run" / "checkpoints")] == [2]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "evaluation"] == [0, 2]
+    assert max(event["version"] for event in events if event["kind"] == "publish") == 2
+    ledger = summary["ledger"]
+    assert ledger["leased"] == sum(
+        (ledger["in_flight"], ledger["buffered"], ledger["consumed"], *ledger["dropped"].values())
+    )
+
+
+def test_it_is_killed_resumed_checked_and_replayed_like_ours(own: Path, tmp_path: Path, model: Path) -> None:
+    """Its class stands in the recorded settings, under a path that holds from anywhere."""
+    killed = quickstart_runs.start(tmp_path, model, f"pipeline={own}:EndsEarly", "steps=9")
+    quickstart_runs.kill_after_step(killed, tmp_path, 1)
+    quickstart_runs.resume(tmp_path / "run")
+    assert quickstart_runs.summary(tmp_path)["steps"] == 2
+    assert asyncrl("check", str(tmp_path / "run")).code == 0
+    replayed = asyncrl("replay", str(tmp_path / "run"), "--out", str(tmp_path / "replay"))
+    assert replayed.code == 0, replayed.out + replayed.err
+    assert "identical" in replayed.out
+
+
+def test_a_mistake_in_it_is_told_with_its_line(own: Path, tmp_path: Path, model: Path) -> None:
+    done = asyncrl(*quickstart_runs.command(tmp_path, model, f"pipeline={own}:Mistaken")[1:])
+    assert done.code == UserCodeError.exit_code
+    assert f"pipeline={own}:Mistaken: AttributeError" in done.err
+    line = OWN.splitlines().index("                await blocks.acumulate(step)") + 1
+    assert f"({own}:{line})" in done.err
+    assert "await blocks.acumulate(step)" in done.err
+
+
+def test_a_pipeline_that_does_not_exist(own: Path, tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline=async_gpro does not exist: did you mean async_grpo\?"):
+        compose(["pipeline=async_gpro"])
+    done = asyncrl(*quickstart_runs.command(tmp_path, model, f"pipeline={own}:Nothing")[1:])
+    assert done.code == ConfigError.exit_code
+    assert f"pipeline={own}:Nothing cannot be used" in done.err
+
+
+def test_the_example_ends_when_it_is_good_enough(tmp_path: Path, model: Path) -> None:
+    """What it calls enough is lowered: the model of the tests is hardly any good."""
+    (tmp_path / "own_pipeline.py").write_text(EXAMPLE.read_text().replace("ENOUGH = 0.6", "ENOUGH = 0.0"))
+    quickstart_runs.run(tmp_path, model, f"pipeline={tmp_path}/own_pipeline.py:UntilGoodEnough", "steps=9")
+    assert quickstart_runs.summary(tmp_path)["steps"] == 5
+    assert from_yaml(tmp_path / "run" / "config.yaml").pipeline.endswith("own_pipeline.py:UntilGoodEnough")
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
