@@ -65,8 +65,8 @@ class Fleet:
         gateways = [self.gateway] if self.gateway is not None else []
         engines = [self.state.handles[name] for name in self.state.participants]
         for together in (engines, [self.reward, *gateways, *drafters, self.trainer]):
-            await asyncio.gather(*(_close(actor.close()) for actor in together))
-        return await _close(self.buffer.close()) or (None, {})
+            await asyncio.gather(*(close_actor(actor.close()) for actor in together))
+        return await close_actor(self.buffer.close()) or (None, {})
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class EngineFactory:
     """Requests so many engines from the cluster in all, so that it can start machines; 0: no request any more."""
 
 
-async def _close(closing: Awaitable[T]) -> T | None:
+async def close_actor(closing: Awaitable[T]) -> T | None:
+    """Whatever an actor says when it closes; None if it died, or does not end in time."""
     with suppress(ActorError, TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
             return await closing

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,9 +22,16 @@ from asyncrl.user_code.stages import Drop, Sample
 class RewardActor:
     """Scores completions with the user's functions, in processes of their own that can be killed."""
 
-    def __init__(self, settings: Reward, environment: Environment | None = None, after: Stages = ()) -> None:
-        """`after` the reward come these stages."""
+    def __init__(
+        self,
+        settings: Reward,
+        environment: Environment | None = None,
+        after: Stages = (),
+        suites: Mapping[str, Reward] | None = None,
+    ) -> None:
+        """`after` the reward come these stages. `suites` have rewards of their own, by their names."""
         self._settings = settings
+        self._suites = {name: (each, make_pool(each)) for name, each in (suites or {}).items()}
         self._pool = make_pool(settings)
         self._environment = environment or Environment()
         self._answering = make_pool(self._environment)
@@ -34,11 +41,14 @@ class RewardActor:
     async def start(self) -> None:
         """Raise ConfigError if a function cannot be imported here."""
         others = [self._environment] if self._environment.on else []
-        for settings in (self._settings, *others, *(stage for stage, _ in self._stages)):
+        own = [each for each, _ in (*self._stages, *self._suites.values())]
+        for settings in (self._settings, *others, *own):
             await asyncio.to_thread(check_function, settings)
 
-    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        return await self._activity.during(f"scoring {len(inputs)} samples", self._pool.score(inputs))
+    async def score(self, inputs: Sequence[RewardInput], suite: str = "") -> list[RewardResult]:
+        """By the reward of the run, or of a suite that has one."""
+        pool = self._suites[suite][1] if suite in self._suites else self._pool
+        return await self._activity.during(f"scoring {len(inputs)} samples", pool.score(inputs))
 
     async def respond(self, talk: Conversation) -> str | RewardFailure | None:
         """What the environment says next; None when the conversation is over."""
@@ -70,7 +80,7 @@ class RewardActor:
 
     @property
     def _pools(self) -> list[AnyPool]:
-        return [self._pool, self._answering, *(pool for _, pool in self._stages)]
+        return [self._pool, self._answering, *(pool for _, pool in (*self._stages, *self._suites.values()))]
 
     async def stats(self) -> RewardStats:
         return self._pool.stats

@@ -28,12 +28,15 @@ from asyncrl.data.arrow import encode
 from asyncrl.errors import AsyncRLError, DivergenceError, Fp8Error, StoppedError
 from asyncrl.fleet.ready_window import ReadyWindow
 from asyncrl.fleet.staleness import Decision, StalenessController
+from asyncrl.system.run_directory import RunDirectory
 from asyncrl.tasks.base import Task
 from asyncrl.training.report import StepReport
 from asyncrl.types import Delivery, Ticket, Trajectory
 from pipelines.evaluate import Scores, evaluate
 from pipelines.fleet.elastic import ElasticPool, Waits, tune
 from pipelines.fleet.engine_pool import EnginePool
+from pipelines.fleet.evaluator import Evaluator
+from pipelines.recording.best_weights import BestWeights
 from pipelines.recording.recorder import Recorder
 from pipelines.supervision.stopping import Stopping
 from pipelines.supervision.watchdog import backstop
@@ -65,9 +68,18 @@ class Blocks:
     """The blocks of one run, from `first_step` to the last."""
 
     def __init__(
-        self, run: Run, fleet: Fleet, task: Task, recorder: Recorder, stopping: Stopping, *, first_step: int
+        self,
+        run: Run,
+        directory: RunDirectory,
+        fleet: Fleet,
+        task: Task,
+        recorder: Recorder,
+        stopping: Stopping,
+        *,
+        first_step: int,
     ) -> None:
         self.run = run
+        self.directory = directory
         self.fleet = fleet
         self.task = task
         self.recorder = recorder
@@ -83,6 +95,8 @@ class Blocks:
         self._waits = Waits()
         self._step = _Step(first_step)
         self._evaluated = -1
+        self._best = BestWeights(directory.best, run.evaluation.best) if run.evaluation.best else None
+        self._evaluator: Evaluator | None = None
         self._tasks: asyncio.TaskGroup
         self._publishing: asyncio.Task[None] | None = None
         self._checkpoint: asyncio.Task[None] | None = None
@@ -103,9 +117,32 @@ class Blocks:
         last one is written.
         """
         await self._unless_stopped(self.publish())
-        if not self._first_step:
+        if self.run.evaluation.beside and self._serves:
+            self._evaluator = Evaluator(self.run, self.fleet, self.task, self.recorder, self._scored)
+        try:
+            await self._begin()
+            async with self._steps(source):
+                yield
+        finally:
+            if self._evaluator is not None:
+                await self._evaluator.close()
+        self.recorder.end()
+        if self._evaluated != self._done:
+            await self.evaluate()
+        if self._best is not None:
+            self._best.close()
+
+    async def _begin(self) -> None:
+        if self._evaluator is not None:
+            await self._unless_stopped(self._evaluator.started())
+        if not self._first_step and self._evaluator is not None:
+            await self._evaluate_beside(0)
+        elif not self._first_step:
             await self.evaluate()
         self.recorder.begin()
+
+    @asynccontextmanager
+    async def _steps(self, source: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
         async with asyncio.TaskGroup() as self._tasks:
             filling = self._tasks.create_task(source)
             beside = [self._tasks.create_task(each) for each in self._beside()]
@@ -118,12 +155,11 @@ class Blocks:
             await self._end_early()
             await self._published()
             await self._checkpointed()
+            if self._evaluator is not None:
+                await self._evaluator.finished()
             for task in (filling, *beside):
                 task.cancel()
             await self._engines.close()
-        self.recorder.end()
-        if self._evaluated != self._done:
-            await self.evaluate()
 
     async def _end_early(self) -> None:
         """A pipeline may end before `steps`: its last step is published and saved as the last of all steps is."""
@@ -258,6 +294,8 @@ class Blocks:
         published = await self.publish() if self._is_due(report.version, pace) else None
         figures = updated.done, updated.waited, self._window.groups, self.fleet
         await self.recorder.step(updated.step, report, pace, published, *figures)
+        if self._evaluator is not None and self._evaluates_after(report.version):
+            await self._evaluate_beside(report.version)
 
     def _is_due(self, version: int, pace: Decision) -> bool:
         """Evaluations judge the newest weights, and a replay, which nobody generates in, ends with them served."""
@@ -293,10 +331,11 @@ class Blocks:
         """A checkpoint and an evaluation, if they are due. The checkpoint is written while the trainer goes on."""
         steps_done = step + 1
         every, ends = self.run.checkpoint.every, steps_done == self.run.steps
-        if (self.run.checkpoint.last and ends) or (every and steps_done % every == 0):
+        wanted = self._best is not None and self._evaluates_after(steps_done)
+        if (self.run.checkpoint.last and ends) or (every and steps_done % every == 0) or wanted:
             begun = await self._begin_checkpoint(steps_done)
             self._checkpoint = self._tasks.create_task(self._end_checkpoint(steps_done, begun))
-        if self._evaluates_after(steps_done) and not ends:
+        if self._evaluates_after(steps_done) and not ends and self._evaluator is None:
             await self.evaluate()
 
     async def _begin_checkpoint(self, steps_done: int) -> float:
@@ -316,6 +355,8 @@ class Blocks:
         oldest = await self.fleet.trainer.saved()
         self._saved = steps_done
         self.recorder.span("checkpoint_written", begun, step=steps_done)
+        if self._best is not None:
+            self._best.saved(steps_done, self.directory.checkpoints / f"step-{steps_done}")
         self.recorder.pruned(await self.fleet.buffer.checkpointed(oldest))
 
     async def _checkpointed(self) -> None:
@@ -349,12 +390,24 @@ class Blocks:
         if not self._serves:
             return None
         await self._serve_newest()
-        begun, self._evaluated = time.time(), self._done
+        begun, steps_done = time.time(), self._done
         asking = self._engines.repeat(lambda engines: evaluate(self.run, engines, self.task))
         scores = await self._unless_stopped(asking)
         if scores is not None:
-            self.recorder.evaluation(self._evaluated, begun, scores)
+            self.recorder.evaluation(steps_done, begun, scores)
+            self._scored(steps_done, scores)
         return scores
+
+    async def _evaluate_beside(self, steps_done: int) -> None:
+        """The trainer has not gone on from this version yet."""
+        assert self._evaluator is not None
+        async with self._one_version:
+            await self._evaluator.begin(steps_done)
+
+    def _scored(self, steps_done: int, scores: Scores) -> None:
+        self._evaluated = steps_done
+        if self._best is not None and steps_done:  # the first weights are in the model's own directory
+            self._best.scored(steps_done, scores)
 
     async def _serve_newest(self) -> None:
         """Wait until engines have what was trained last."""

@@ -38,7 +38,7 @@ from asyncrl.types import Group, Trajectory
 from asyncrl.user_code.pool import check_function
 from asyncrl.weights.manifest import digest_tensors
 from pipelines.compose import changed, to_yaml
-from pipelines.evaluate import Scores, evaluate
+from pipelines.evaluate import Scores, evaluate, suite_rewards
 from pipelines.recording import earlier_settings
 
 Row = dict[str, Any]
@@ -222,7 +222,7 @@ def _line(steps: int, row: Row) -> str:
 
 async def _score(run: Run, model: Path, buffer: Path) -> Scores | None:
     """Held-out scores as the run's own engines would give them, from one such engine in this process."""
-    reward = RewardActor(run.reward, run.environment)
+    reward = RewardActor(run.reward, run.environment, suites=suite_rewards(run))
     store = BufferActor(run, buffer)  # a rollout actor has one; nothing of an evaluation enters it
     rollout = RolloutActor(run, model, "held-out", store, reward)
     try:

@@ -321,7 +321,7 @@ async def _train(
         task = EndlessTask(make_task(run.task, run.seed), run)
         watching = watching_functions(fleet.callers, recorder, directory.path)
         async with heeding_drains(run.cluster, fleet, stopping), watching:
-            await run_pipeline(Blocks(run, fleet, task, recorder, stopping, first_step=first_step))
+            await run_pipeline(Blocks(run, directory, fleet, task, recorder, stopping, first_step=first_step))
     finally:
         ledger, waste = await fleet.close()  # before it, engines may still store what they are about to finish
     return summary.write(directory, recorder, status="ok", ledger=ledger, waste=waste)

@@ -286,7 +286,7 @@ class RolloutActor:
             stop=self._tokenizer.eos_ids,
         )
 
-    async def evaluate(self, prompts: list[Prompt], *, greedy: bool, seed: int) -> list[Judged]:
+    async def evaluate(self, prompts: list[Prompt], *, greedy: bool, seed: int, suite: str = "") -> list[Judged]:
         """Complete held-out prompts beside the training work; nothing of it enters the buffer."""
         deadline = time.time() + self._run.flow.stall_timeout_s
         evaluation = next(self._evaluations)
@@ -310,7 +310,7 @@ class RolloutActor:
         answers = await asyncio.gather(*map(self._activity.evaluation, tokenized))
         inputs = [self._generator.reward_input(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         results = await self._activity.during(
-            "the rewards of held-out answers", self._reward.score(inputs), on="reward"
+            "the rewards of held-out answers", self._reward.score(inputs, suite), on="reward"
         )
         return [Judged(_total(result), answer.sampled_tokens) for result, answer in zip(results, answers, strict=True)]
 

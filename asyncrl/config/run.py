@@ -214,14 +214,38 @@ class Checkpoints(Settings, frozen=True):
     keep: Positive = 2
 
 
+SCORES = ("sampled", "greedy", "reward", "passed")
+"""Of an evaluation, those that a checkpoint can be the best by."""
+
+
+class Suite(Settings, frozen=True):
+    """More prompts to evaluate on: another source, with a reward of its own."""
+
+    name: str
+    task: TaskSettings
+    reward: Reward | None = None
+    """None: the one that comes with the task, or else the run's."""
+    prompts: Positive = 256
+
+
 class Evaluation(Settings, frozen=True):
     """Held-out evaluation, sampled and greedy."""
 
     every: Natural = 0
     """Steps between two evaluations; the first and the last step are always evaluated."""
     prompts: Natural = 256
+    samples: Positive = 1
+    """Sampled completions of each prompt: `sampled` is their mean (avg@k), `passed` the share of prompts with a right
+    one (pass@k)."""
     right_from: float = 1.0
     """A completion counts as right from this reward on."""
+    suites: tuple[Suite, ...] = ()
+    """Evaluated along."""
+    beside: bool = False
+    """On an engine of its own, which keeps one version meanwhile, while training goes on."""
+    best: str = ""
+    """A score, such as sampled, greedy or reward, or NAME.sampled of a suite: the weights that had the highest are kept
+    in `best/` of the run's directory."""
 
 
 class Run(Settings, frozen=True):
@@ -276,6 +300,11 @@ class Run(Settings, frozen=True):
         wanted, always = self.rollout.router_replay, self.engine.returns_routes == "always"
         wants = wanted == "on" or (wanted == "auto" and always)
         return wants and self.model.backend != "transformers" and not self.agent.on
+
+    @property
+    def engines(self) -> int:
+        """To begin with, the one for evaluations among them."""
+        return self.rollout.replicas + self.evaluation.beside
 
     @property
     def samples_per_step(self) -> int:
@@ -334,6 +363,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
         )
     _check_incomplete(run)
     _check_pipeline(run)
+    _check_evaluation(run)
     if run.algorithm.dynamic_sampling and run.rollout.group_size == 1:
         raise ConfigError(
             "algorithm.dynamic_sampling=true drops groups of equal rewards, and with rollout.group_size=1 that is "
@@ -370,6 +400,25 @@ def _check_pipeline(run: Run) -> None:
         raise ConfigError(
             f"pipeline={run.pipeline} does not exist: {did_you_mean(run.pipeline, PIPELINES)}, or name a class of your "
             "own: pipeline=path/to/file.py:Class"
+        )
+
+
+def _check_evaluation(run: Run) -> None:
+    found, names = run.evaluation, [suite.name for suite in run.evaluation.suites]
+    known = [*SCORES, *(f"{name}.{score}" for name in names for score in SCORES)]
+    if len(set(names)) < len(names) or any(not re.fullmatch(r"[a-z0-9_]{1,40}", name) for name in names):
+        raise ConfigError(
+            f"evaluation.suites: {', '.join(names)}: each has a name of its own, of small letters, digits and _"
+        )
+    if found.best and found.best not in known:
+        raise ConfigError(f"evaluation.best={found.best} is not evaluated: {did_you_mean(found.best, known)}")
+    if found.best and not found.prompts:
+        raise ConfigError("evaluation.best needs evaluations: set evaluation.prompts above 0")
+    if found.beside and (run.weights.delta or run.weights.traits.one_gpu_per_engine):
+        field = "delta=true" if run.weights.delta else f"transport={run.weights.transport}"
+        raise ConfigError(
+            f"evaluation.beside=true sends a version to one engine alone, and weights.{field} sends it to all: use "
+            "weights.transport=auto with weights.delta=false, or evaluation.beside=false"
         )
 
 

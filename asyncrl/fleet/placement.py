@@ -74,7 +74,7 @@ def demands(run: "Run", offer: Offer, engines: int | None = None) -> dict[str, D
         "gateway": int(run.agent.on),
         "drafter": int(drafter is not None),
         "trainer": run.trainer.ranks,
-        "rollout": run.rollout.replicas if engines is None else engines,
+        "rollout": (run.rollout.replicas if engines is None else engines) + run.evaluation.beside,
     }
     usual = {
         "trainer": {CPU: 1.0, GPU: float(own_cards and run.trainer.device != "cpu"), TRAINER_SLOT: 1.0},

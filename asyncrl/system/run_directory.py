@@ -41,6 +41,7 @@ class RunDirectory:
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.best = path / "best"
         self.drafter = path / "drafter"
         self.speculation = path / "speculation.json"
 

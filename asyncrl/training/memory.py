@@ -277,7 +277,7 @@ def published_bytes(run: Run, model: ModelConfig) -> int:
 
 def engine_share(run: Run) -> float:
     """The part of a card that all the engines on it take."""
-    return min(1.0, run.rollout.replicas * run.engine.gpu_share)
+    return min(1.0, run.engines * run.engine.gpu_share)
 
 
 def _head_bytes(run: Run, model: ModelConfig, tokens: int) -> int:

@@ -20,6 +20,7 @@ from asyncrl.drafting.bandit import Range
 from asyncrl.fleet.placement import Demand, Offer, demands
 from asyncrl.fleet.state import FleetState
 from asyncrl.system.run_directory import RunDirectory
+from pipelines.evaluate import suite_rewards
 from pipelines.fleet.cluster_offer import expecting
 from pipelines.supervision.watchdog import backstop
 
@@ -36,7 +37,7 @@ async def place(
     wanted = demands(run, offer)
     trajectories = directory.trajectories.resolve()
     buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, run, trajectories, restore_step)
-    judge = run.reward, run.environment, run.stages
+    judge = run.reward, run.environment, run.stages, suite_rewards(run)
     reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, *judge)
     gateway = None
     if run.agent.on:

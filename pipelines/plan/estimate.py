@@ -87,7 +87,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
         trainer = PROCESS + self.offloaded if trains_on_gpu(run) else self.trainer
         rollout = PROCESS if has_gpu() and engine_share(run) else self.rollout
-        return trainer + run.rollout.replicas * rollout + self.shared_memory(run)
+        return trainer + run.engines * rollout + self.shared_memory(run)
 
     def shared_memory(self, run: Run) -> int:
         """Of the machine, for weights on their way; `auto` sends them over the card where all are on one."""

@@ -113,7 +113,8 @@ def _functions(run: Run) -> Iterator[str]:
     """Functions of the user's that cannot be loaded."""
     environment = [run.environment] if run.environment.on else []
     agent = [run.agent] if run.agent.on else []
-    called: list[Called] = [run.reward, *environment, *agent, *stages(run.stages)]
+    suites = [suite.reward for suite in run.evaluation.suites if suite.reward is not None]
+    called: list[Called] = [run.reward, *environment, *agent, *stages(run.stages), *suites]
     names = [settings.function for settings in called]
     checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
     own = [] if run.pipeline in PIPELINES else [("pipeline", run.pipeline)]
@@ -291,14 +292,14 @@ def _card(run: Run, required: Needs) -> Iterator[str]:
     if found is None:
         return
     if found.trainer + found.engines > found.total:
-        room = max(0.0, 1 - found.trainer / found.total) / run.rollout.replicas
+        room = max(0.0, 1 - found.trainer / found.total) / max(1, run.engines)
         lower = f"lower engine.memory to {math.floor(100 * room) / 100:g}" if room > 0.01 else "take a larger GPU"
         yield (
             f"the GPU has {size(found.total)}; the trainer needs about {size(found.trainer)} of it and the engines get "
             f"{size(found.engines)}: {lower}, or lower trainer.token_budget or trainer.logits_bytes"
             f"{'' if required.recomputed == required.layers else ', or set trainer.checkpoint_activations=true'}"
         )
-    each = found.engines // run.rollout.replicas
+    each = found.engines // max(1, run.engines)
     weights = required.engine_weights + required.engine_base
     if 0 < each < weights:
         base = ", with what adapters are merged into," if required.engine_base else ""

@@ -165,7 +165,7 @@ def _activations(required: Needs) -> str:
 def _precisions(run: Run, model: ModelConfig, required: Needs) -> Table:
     """What an engine on a GPU takes; on a CPU FP8 is simulated in floats, and saves nothing."""
     found = card(run, required)
-    room = found.engines // run.rollout.replicas if found is not None and found.engines else REFERENCE_CARD
+    room = found.engines // max(1, run.engines) if found is not None and found.engines else REFERENCE_CARD
     title = f"rollout.precision: an engine with {size(room)} of a GPU"
     table = Table("precision", "weights", "KV cache per token", "KV tokens", title=title, title_justify="left")
     for plain in footprints(model, required.parameters, run.rollout.fp8):

@@ -46,9 +46,13 @@ class Progress:
     def evaluation(self, steps_done: int, scores: "Scores") -> None:
         self._scores[steps_done] = scores
         sizes = "  ".join(f"size {size}: {score:.2f}" for size, score in scores.by_size.items())
+        passed = f"  passed {scores.passed:.3f}" if self._run.evaluation.samples > 1 else ""
         self.say(
-            f"held-out after step {steps_done}: sampled {scores.sampled:.3f}  greedy {scores.greedy:.3f}   {sizes}"
+            f"held-out after step {steps_done}: sampled {scores.sampled:.3f} ± {scores.interval:.3f}  greedy "
+            f"{scores.greedy:.3f}{passed}   {sizes}"
         )
+        for name, found in scores.suites.items():
+            self.say(f"  {name}: sampled {found.sampled:.3f} ± {found.interval:.3f}  greedy {found.greedy:.3f}")
 
     def step(self, row: dict[str, Any]) -> None:
         figures = self._figures(row)

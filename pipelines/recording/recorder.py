@@ -194,12 +194,21 @@ class Recorder:
             self.event("drafting", text=text)
             self._say(text)
 
-    def evaluation(self, steps_done: int, start: float, scores: Scores) -> None:
-        self.evaluations[steps_done] = {name: getattr(scores, name) for name in scores.__struct_fields__}
-        self.span("evaluation", start, step=steps_done, scores=scores)
-        self._loop_started += time.time() - start
+    def evaluation(self, steps_done: int, start: float, scores: Scores, *, beside: bool = False) -> None:
+        """One `beside` training takes none of its time."""
+        self.evaluations[steps_done] = msgspec.to_builtins(scores)
+        if beside:
+            lasted = time.time() - start
+            self.event("evaluation", seconds=0.0, beside_seconds=lasted, step=steps_done, scores=scores)
+        else:
+            self.span("evaluation", start, step=steps_done, scores=scores)
+            self._loop_started += time.time() - start
         self._progress.evaluation(steps_done, scores)
         self._trackers.evaluation(steps_done, self.evaluations[steps_done])
+
+    def evaluation_left_out(self, steps_done: int, reason: str) -> None:
+        self.event("evaluation_left_out", step=steps_done, reason=reason)
+        self._say(escape(f"the evaluation after step {steps_done} is left out: {reason}"))
 
     def lost(self, engine: str, reason: str) -> None:
         """An engine died, and is brought back."""

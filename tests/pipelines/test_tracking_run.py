@@ -15,7 +15,8 @@ from pipelines.recording.progress import Progress
 from pipelines.recording.recorder import Recorder
 from tests.support import quickstart_runs
 
-SCORES = Scores(sampled=0.5, greedy=0.5, by_size={}, reward=0.5, median_tokens=9, p95_tokens=9, max_tokens=9)
+FIGURES = dict.fromkeys(("sampled", "greedy", "reward", "passed", "interval"), 0.5)
+SCORES = Scores(**FIGURES, by_size={}, median_tokens=9, p95_tokens=9, max_tokens=9)
 
 
 def _steps(directory: Path) -> list[int]:

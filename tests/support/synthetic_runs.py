@@ -158,8 +158,9 @@ class _Synthetic:
         begun, score = self.clock.now, 0.3 + 0.5 * step / self.scenario.steps
         self.clock.sleep(0.3)
         scores = Scores(
-            sampled=score, greedy=score + 0.1, by_size={}, reward=score, median_tokens=40, p95_tokens=60, max_tokens=90
-        )
+            sampled=score, greedy=score + 0.1, by_size={}, reward=score, median_tokens=40, p95_tokens=60, max_tokens=90,
+            passed=score, interval=0.01,
+        )  # fmt: skip
         self.recorder.span("evaluation", begun, step=step, scores=scores)
         self.recorder.evaluations[step] = {name: getattr(scores, name) for name in scores.__struct_fields__}
 

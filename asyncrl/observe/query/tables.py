@@ -144,7 +144,11 @@ CREATE VIEW evaluations AS
         (fields->>'$.scores.greedy')::DOUBLE AS greedy, (fields->>'$.scores.reward')::DOUBLE AS reward,
         (fields->>'$.scores.median_tokens')::DOUBLE AS median_tokens,
         (fields->>'$.scores.p95_tokens')::DOUBLE AS p95_tokens, (fields->>'$.scores.max_tokens')::BIGINT AS max_tokens,
-        (fields->'$.scores.by_size')::MAP(VARCHAR, DOUBLE) AS by_size
+        (fields->'$.scores.by_size')::MAP(VARCHAR, DOUBLE) AS by_size,
+        (fields->>'$.scores.passed')::DOUBLE AS passed, (fields->>'$.scores.interval')::DOUBLE AS "interval",
+        (fields->'$.scores.suites')::MAP(
+            VARCHAR, STRUCT(sampled DOUBLE, greedy DOUBLE, reward DOUBLE, passed DOUBLE, "interval" DOUBLE)
+        ) AS suites
     FROM events WHERE kind = 'evaluation'
     QUALIFY row_number() OVER (PARTITION BY step ORDER BY time DESC) = 1 ORDER BY step;
 """.replace("$incomplete", DropReason.GROUP_INCOMPLETE)

@@ -22,13 +22,16 @@ def learning(run: Recorded) -> list[Chart]:
         return []
     charts = [_lines(run, "Reward", {"reward": "reward"}, "mean reward", note="mean of the samples of each step")]
     charts += _parts(run)
-    scores = run.connection.execute("SELECT step, sampled, greedy FROM evaluations ORDER BY step").fetchall()
+    scores = run.connection.execute("SELECT step, sampled, greedy, suites FROM evaluations ORDER BY step").fetchall()
     if scores:
         steps = [score[0] for score in scores]
         series = [
             {"name": name, "x": steps, "y": [score[place] for score in scores], "dots": True}
             for place, name in ((1, "sampled"), (2, "greedy"))
         ]
+        for suite in sorted({name for score in scores for name in score[3] or ()}):
+            of_suite = [(score[0], score[3][suite]["sampled"]) for score in scores if suite in (score[3] or ())]
+            series.append({"name": suite, "x": [x for x, _ in of_suite], "y": [y for _, y in of_suite], "dots": True})
         charts.append(
             _chart(
                 "Held-out", "share of right completions", series, note="prompts that are not trained on", percent=True
