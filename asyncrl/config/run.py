@@ -17,6 +17,7 @@ from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import EngineSettings, NativeEngine
 from asyncrl.config.errors import explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
+from asyncrl.config.judge import check_judge
 from asyncrl.config.placement import Placement
 from asyncrl.config.precision import RolloutPrecision, check_precision
 from asyncrl.config.staleness import FixedStaleness, StalenessControl
@@ -346,6 +347,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
     check_weights(run)
     check_pool(run)
     check_trainer(run)
+    check_judge(run)
     check_environment(run)
     check_agent(run)
     if run.rollout.system and not run.rollout.chat:

@@ -43,6 +43,7 @@ class RunDirectory:
         self.model = path / "model"
         self.drafter = path / "drafter"
         self.speculation = path / "speculation.json"
+        self.judge = path / "judge.sqlite"
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":
