@@ -110,7 +110,7 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     ),
     DropReason.JUDGE_ERROR: Description(
         "the judge failed",
-        "the judge could not be reached, or answered with an error, at every one of `reward.judge.retries` retries",
+        "the judge could not be reached, or answered with an error, and asking again did not help or was of no use",
         "look at its server: `asyncrl query RUN failures` shows the first error",
     ),
     DropReason.JUDGE_TIMEOUT: Description(
@@ -120,7 +120,7 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
     ),
     DropReason.JUDGE_INVALID: Description(
         "the judge gave no verdict",
-        "the judge replied at every retry with a text in which items of the rubric have no grade",
+        "the judge replied, at every retry, with a text in which an item of the rubric has no grade",
         "read the reply with `asyncrl query RUN failures`, and make the rubric or the template plainer",
     ),
     DropReason.JUDGE_BUDGET: Description(
