@@ -1,13 +1,17 @@
-"""The reward actor: scores completions, and runs the user's environments and stages."""
+"""The reward actor: scores completions, asks the judge, and runs the user's environments and stages."""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from asyncrl.config.user_code import Environment, Reward, Stages, stages
 from asyncrl.drop_reasons import stage_reason
+from asyncrl.judges.judge import ModelJudge
+from asyncrl.judges.store import JudgeStats
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.user_code.environments import Conversation
@@ -20,17 +24,20 @@ from asyncrl.user_code.stages import Drop, Sample
 
 
 class RewardActor:
-    """Scores completions with the user's functions, in processes of their own that can be killed."""
+    """Scores completions with the user's functions, in processes of their own that can be killed, and with a judge."""
 
     def __init__(
         self,
         settings: Reward,
         environment: Environment | None = None,
         after: Stages = (),
+        verdicts: Path | None = None,
         suites: Mapping[str, Reward] | None = None,
     ) -> None:
-        """`after` the reward come these stages. `suites` have rewards of their own, by their names."""
-        self._settings = settings
+        """`after` the reward come these stages; `verdicts`: where the judge's are kept. `suites` of evaluations have
+        rewards of their own, by their names."""
+        self._settings, self._verdicts = settings, verdicts
+        self._judge: ModelJudge | None = None
         self._suites = {name: (each, make_pool(each)) for name, each in (suites or {}).items()}
         self._pool = make_pool(settings)
         self._environment = environment or Environment()
@@ -39,16 +46,37 @@ class RewardActor:
         self._activity = Activity()
 
     async def start(self) -> None:
-        """Raise ConfigError if a function cannot be imported here."""
-        others = [self._environment] if self._environment.on else []
+        """Raise ConfigError if a function cannot be imported here, or the judge cannot be asked from here."""
+        functions = [each for each in (self._settings, self._environment) if each.function]
         own = [each for each, _ in (*self._stages, *self._suites.values())]
-        for settings in (self._settings, *others, *own):
+        for settings in (*functions, *own):
             await asyncio.to_thread(check_function, settings)
+        self._opened_judge()
+
+    def _opened_judge(self) -> ModelJudge | None:
+        """Also in an actor that Ray has made anew, which nobody starts."""
+        if self._judge is None and self._settings.judge.on:
+            self._judge = ModelJudge(self._settings.judge, self._verdicts)
+        return self._judge
 
     async def score(self, inputs: Sequence[RewardInput], suite: str = "") -> list[RewardResult]:
         """By the reward of the run, or of a suite that has one."""
-        pool = self._suites[suite][1] if suite in self._suites else self._pool
-        return await self._activity.during(f"scoring {len(inputs)} samples", pool.score(inputs))
+        scoring = self._suites[suite][1].score(inputs) if suite in self._suites else self._score(inputs)
+        return await self._activity.during(f"scoring {len(inputs)} samples", scoring)
+
+    async def _score(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+        judge = self._opened_judge()
+        if judge is None:
+            return await self._pool.score(inputs)
+        if self._settings.function:
+            results: list[RewardResult] = await self._pool.score(inputs)
+        else:
+            results = [Score(0.0)] * len(inputs)
+            self._pool.stats.judged += len(inputs)
+        came = time.monotonic()
+        results = await judge.score(inputs, results)
+        self._pool.stats.waited_seconds += len(inputs) * (time.monotonic() - came)
+        return results
 
     async def respond(self, talk: Conversation) -> str | RewardFailure | None:
         """What the environment says next; None when the conversation is over."""
@@ -75,8 +103,12 @@ class RewardActor:
     async def failures(self) -> Failures:
         """The first failures of each function, and whether one of them fails always."""
         records = [pool.record for pool in self._pools]
+        always = [record.always for record in records]
+        if self._judge is not None:
+            records.append(self._judge.record)
+            always.append(self._judge.always)
         first = tuple(failure for record in records for failure in record.first)
-        return Failures(first=first, always=next(filter(None, (record.always for record in records)), ""))
+        return Failures(first=first, always=next(filter(None, always), ""))
 
     @property
     def _pools(self) -> list[AnyPool]:
@@ -85,15 +117,26 @@ class RewardActor:
     async def stats(self) -> RewardStats:
         return self._pool.stats
 
+    async def judge_stats(self) -> JudgeStats | None:
+        return None if self._judge is None else self._judge.stats
+
     def situation(self) -> Situation:
-        said, pool = self._activity.situation(), self._pool
-        failures = {failure.reason: failure.message for each in self._pools for failure in each.record.first}
+        said, pool, judge = self._activity.situation(), self._pool, self._judge
+        records = [each.record for each in self._pools] + ([judge.record] if judge is not None else [])
+        dropped = Counter(pool.failing) + Counter(judge.failing if judge is not None else {})
         return msgspec.structs.replace(
-            said, judging=pool.judging, queued=pool.queued, dropped=pool.failing, failures=failures
+            said,
+            judging=pool.judging,
+            queued=pool.queued,
+            dropped=dict(dropped),
+            failures={failure.reason: failure.message for record in records for failure in record.first},
+            judge=judge.situation if judge is not None else "",
         )
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools))
+        if self._judge is not None:
+            await self._judge.close()
 
 
 def _dropped(verdict: Drop) -> RewardFailure:

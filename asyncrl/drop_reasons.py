@@ -36,6 +36,10 @@ class DropReason(StrEnum):
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_INVALID = "reward_invalid"
+    JUDGE_ERROR = "judge_error"
+    JUDGE_TIMEOUT = "judge_timeout"
+    JUDGE_INVALID = "judge_invalid"
+    JUDGE_BUDGET = "judge_budget"
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_INVALID = "environment_invalid"
@@ -103,6 +107,26 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
         "the reward was no number",
         "the reward function returned neither a finite number nor valid parts",
         "fix the function: `asyncrl query RUN failures` shows the first invalid value",
+    ),
+    DropReason.JUDGE_ERROR: Description(
+        "the judge failed",
+        "the judge could not be reached, or answered with an error, and asking again did not help or was of no use",
+        "look at its server: `asyncrl query RUN failures` shows the first error",
+    ),
+    DropReason.JUDGE_TIMEOUT: Description(
+        "the judge took too long",
+        "the judge gave no verdict within `reward.judge.timeout_s` for each call and `reward.judge.deadline_s` in all",
+        "lower `reward.judge.concurrency`, or raise `reward.judge.timeout_s` and `reward.judge.deadline_s`",
+    ),
+    DropReason.JUDGE_INVALID: Description(
+        "the judge gave no verdict",
+        "the judge replied, at every retry, with a text in which an item of the rubric has no grade",
+        "read the reply with `asyncrl query RUN failures`, and make the rubric or the template plainer",
+    ),
+    DropReason.JUDGE_BUDGET: Description(
+        "the judge's budget was used up",
+        "`reward.judge.max_calls` or `reward.judge.max_tokens` was used up",
+        "resume with a higher one",
     ),
     DropReason.ENVIRONMENT_ERROR: Description(
         "the environment failed",

@@ -15,6 +15,7 @@ import msgspec
 from asyncrl.config import Checkpoint, Reward, Run, WarmStart, load
 from asyncrl.config.algorithm import Algorithm
 from asyncrl.config.errors import did_you_mean
+from asyncrl.config.judge import Judge
 from asyncrl.config.run import DEFAULT_PIPELINE
 from asyncrl.config.task import (
     ChainsTask,
@@ -75,6 +76,7 @@ class Pipeline:
         model: str | Path | Checkpoint | WarmStart,
         prompts: str | Path | TaskSettings | Function | Iterable[Any],
         reward: Function | str | Reward | None = None,
+        judge: Judge | None = None,
         environment: Function | str | Environment | None = None,
         agent: Function | str | Agent | None = None,
         stages: Sequence[Function | str | Stage] = (),
@@ -85,7 +87,8 @@ class Pipeline:
     ) -> None:
         """`prompts`: a .jsonl or .parquet file, a directory, a dataset of the Hugging Face hub, `reasoning_gym:NAME`,
         or anything to iterate over that gives texts, (text, reference) pairs or {prompt, answer} mappings. `pipeline`:
-        the name of one of ours, or a class of your own. Without a `name` the next free `pipeline-N` is taken."""
+        the name of one of ours, or a class of your own. A `judge` without a `reward` decides alone, unless the task
+        brings one. Without a `name` the next free `pipeline-N` is taken."""
         self._name = name or _free_name(Path(settings.get("root", "runs")))
         task = self._task(prompts)
         given = {key: msgspec.to_builtins(value) for key, value in settings.items()}
@@ -95,7 +98,7 @@ class Pipeline:
             "name": self._name,
             "model": source,
             "task": msgspec.to_builtins(task),
-            "reward": self._called("reward", (task.judge or Reward().function) if reward is None else reward),
+            "reward": self._reward(task, reward, judge),
             "algorithm": self._algorithm(algorithm),
             "pipeline": pipeline if isinstance(pipeline, str) else self._location("pipeline", pipeline),
             "stages": [self._called(f"stages/{number}", stage) for number, stage in enumerate(stages)],
@@ -157,6 +160,12 @@ class Pipeline:
         if isinstance(given, msgspec.Struct):
             return msgspec.to_builtins(given)
         return {"function": given if isinstance(given, str) else self._location(field, given)}
+
+    def _reward(self, task: TaskSettings, given: Function | str | Reward | None, judge: Judge | None) -> dict[str, Any]:
+        if given is None:
+            given = task.judge or ("" if judge is not None else Reward().function)
+        called = self._called("reward", given)
+        return called if judge is None else {**called, "judge": msgspec.to_builtins(judge)}
 
     def _algorithm(self, given: str | Algorithm | Function) -> dict[str, Any]:
         if isinstance(given, msgspec.Struct):

@@ -98,7 +98,8 @@ def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, hel
 def _check_held_out(run: Run) -> None:
     if not run.evaluation.prompts:
         raise ConfigError("evaluation.prompts=0: the run has no held-out prompts to evaluate; leave --evaluate out")
-    check_function(run.reward)
+    if run.reward.function:
+        check_function(run.reward)
 
 
 def _start(run: Run, source: RunDirectory) -> Path:

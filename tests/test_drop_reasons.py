@@ -27,6 +27,7 @@ from tests.test_architecture import FILES, REPOSITORY
 ON_DISK = {
     "timeout", "stale", "uninformative", "group_incomplete", "engine_error", "unverified",
     "reward_error", "reward_timeout", "reward_invalid",
+    "judge_error", "judge_timeout", "judge_invalid", "judge_budget",
     "environment_error", "environment_timeout", "environment_invalid",
     "agent_error", "agent_timeout", "agent_invalid",
     "stage_error", "stage_timeout", "stage_invalid", "stage",

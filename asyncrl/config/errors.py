@@ -44,7 +44,8 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
     what, _, where = str(error).removesuffix("`").partition(" - at `$.")
     info: Any = _tree(_structs(inspect.type_info(struct)), raw)
     value: Any = raw
-    for key in where.split(".") if where else ():
+    whole, _, inside = where.partition("[...]")  # a value of a mapping, whose key msgspec does not say
+    for key in whole.split(".") if whole else ():
         name, *indices = key.replace("]", "").split("[")  # `reject[0]` is an item of a list
         info, value = info[name], value[name]
         for index in filter(str.isdecimal, indices):
@@ -55,6 +56,8 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
         key = ".".join(filter(None, (where, what.split("`")[1])))
         return f"{key} is required: give it as {key}=VALUE"
     hint = ""
+    if inside:
+        return f"{where}: {what[0].lower()}{what[1:]}, in {whole}={value}"
     if isinstance(info, inspect.LiteralType):
         hint = f"; use one of {', '.join(map(str, info.values))}"
     elif isinstance(info, inspect.StrType) and isinstance(value, int | float):

@@ -17,6 +17,7 @@ from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import EngineSettings, NativeEngine
 from asyncrl.config.errors import did_you_mean, explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
+from asyncrl.config.judge import check_judge
 from asyncrl.config.placement import Placement
 from asyncrl.config.precision import RolloutPrecision, check_precision
 from asyncrl.config.staleness import FixedStaleness, StalenessControl
@@ -382,6 +383,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
     check_weights(run)
     check_pool(run)
     check_trainer(run)
+    check_judge(run)
     check_environment(run)
     check_agent(run)
     if run.rollout.system and not run.rollout.chat:
@@ -409,6 +411,10 @@ def _check_evaluation(run: Run) -> None:
     if len(set(names)) < len(names) or any(not re.fullmatch(r"[a-z0-9_]{1,40}", name) for name in names):
         raise ConfigError(
             f"evaluation.suites: {', '.join(names)}: each has a name of its own, of small letters, digits and _"
+        )
+    if judged := [suite.name for suite in found.suites if suite.reward is not None and suite.reward.judge.on]:
+        raise ConfigError(
+            f"evaluation.suites: {', '.join(judged)}: only the run's own reward may have a judge; give it a function"
         )
     if found.best and found.best not in known:
         raise ConfigError(f"evaluation.best={found.best} is not evaluated: {did_you_mean(found.best, known)}")

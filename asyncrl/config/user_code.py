@@ -6,6 +6,7 @@ Each runs in processes of its own that can be killed; `Called` is what they have
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from asyncrl.config.base import AboveZero, Positive, Settings
+from asyncrl.config.judge import Judge
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,14 +45,16 @@ class Called(Settings, frozen=True):
 
 
 class Reward(Called, frozen=True):
-    """The judge: a plain function."""
+    """A plain function, a model that judges, or both."""
 
     KIND = "reward"
     ARGUMENTS = "prompt: str, completion: str, answer: str"
     RETURNS = "a finite number, or a dict of numbers under names such as format"
 
     function: str = "asyncrl.tasks.chains:reward"
-    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer)."""
+    """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer); empty: only
+    `judge` is asked."""
+    judge: Judge = Judge()
     timeout_s: AboveZero = 5.0
     allow_unsafe_exec: bool = False
     """Where programs cannot be contained, run the model's code all the same, as you and with all that you can do."""

@@ -44,6 +44,7 @@ class RunDirectory:
         self.best = path / "best"
         self.drafter = path / "drafter"
         self.speculation = path / "speculation.json"
+        self.judge = path / "judge.sqlite"
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":

@@ -5,11 +5,10 @@ without end and train on nothing.
 """
 
 from collections import Counter
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 
-from asyncrl.config.user_code import Called
 from asyncrl.user_code.protocol import RewardFailure
 
 ENOUGH = 32
@@ -19,6 +18,19 @@ TIMEOUT_WEIGHT = 4
 SHOWN = ("prompt", "completion", "turns", "answer")
 MOST = 300
 """Characters of an argument that are shown."""
+
+
+class Described(Protocol):
+    """What failures tell of whoever was called: a function of the user's (`Called`), or a judge."""
+
+    RETURNS: ClassVar[str]
+
+    @property
+    def field(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+    @property
+    def expected(self) -> str: ...
 
 
 class FunctionFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +58,9 @@ class Failures(msgspec.Struct, frozen=True, kw_only=True):
 class CallRecord:
     """The calls of one function so far."""
 
-    def __init__(self, settings: Called) -> None:
-        self._settings = settings
+    def __init__(self, settings: Described, each: str = "sample") -> None:
+        """`each` is what one call was for, in words."""
+        self._settings, self._each = settings, each
         self._succeeded = 0
         self._failed = Counter[str]()
         self._first: dict[str, FunctionFailure] = {}
@@ -81,10 +94,10 @@ class CallRecord:
             return ""
         counted = ", ".join(f"{count} {reason}" for reason, count in self._failed.most_common())
         first = self._first[self._failed.most_common(1)[0][0]]
-        return explain(self._settings, first, f"it has failed on every sample so far ({counted})")
+        return explain(self._settings, first, f"it has failed on every {self._each} so far ({counted})")
 
 
-def explain(settings: Called, failure: FunctionFailure, how_often: str) -> str:
+def explain(settings: Described, failure: FunctionFailure, how_often: str) -> str:
     """The failure in one sentence, and below it the call and what is expected."""
     rows = [("in the line", failure.source)] if failure.source else []
     rows += [("called with", f"{name} = {value}") for name, value in failure.arguments.items()]

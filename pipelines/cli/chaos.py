@@ -69,7 +69,7 @@ def chaos(
     if not Path("/proc").is_dir() or directory.exists():
         raise ConfigError(f"asyncrl chaos needs Linux, and {directory} must not exist yet; give another name=...")
     planned = plan(seed, faults, rounds, roles(run))
-    bad = [kind for kind in faults if kind in REWARD_KINDS]
+    bad = [kind for kind in faults if kind in REWARD_KINDS and run.reward.function]
     directory.parent.mkdir(parents=True, exist_ok=True)
     if bad:
         module = directory.with_name(f"{run.name}.reward.py")

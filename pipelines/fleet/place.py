@@ -37,7 +37,7 @@ async def place(
     wanted = demands(run, offer)
     trajectories = directory.trajectories.resolve()
     buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, run, trajectories, restore_step)
-    judge = run.reward, run.environment, run.stages, suite_rewards(run)
+    judge = run.reward, run.environment, run.stages, directory.judge.resolve(), suite_rewards(run)
     reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, *judge)
     gateway = None
     if run.agent.on:

@@ -13,6 +13,7 @@ from asyncrl.buffer.log import MAX_PAYLOAD
 from asyncrl.chat import chat_format
 from asyncrl.config import Run, check
 from asyncrl.config import trackers as tracking
+from asyncrl.config.judge import Judge
 from asyncrl.config.precision import model_problems
 from asyncrl.config.run import PIPELINES
 from asyncrl.config.user_code import Called, stages
@@ -20,6 +21,8 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines import registry as engines
 from asyncrl.errors import CheckpointError, ConfigError, MissingDependencyError, UserCodeError
 from asyncrl.fleet.placement import GPU, Offer, demands, missing
+from asyncrl.judges.client import read_key
+from asyncrl.judges.form import template
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.degrees import degree_problems
 from asyncrl.models.routes import replayed_shape
@@ -55,6 +58,7 @@ def problems(run: Run, offer: Offer | None = None) -> list[str]:
         *_weights(run),
         *_ranks(run, offer),
         *_functions(run),
+        *_judge(run),
         *_agent(run),
         *tracking.problems(run.trackers, run.cluster),
         *_model(run),
@@ -113,8 +117,9 @@ def _functions(run: Run) -> Iterator[str]:
     """Functions of the user's that cannot be loaded."""
     environment = [run.environment] if run.environment.on else []
     agent = [run.agent] if run.agent.on else []
+    reward = [run.reward] if run.reward.function else []
     suites = [suite.reward for suite in run.evaluation.suites if suite.reward is not None]
-    called: list[Called] = [run.reward, *environment, *agent, *stages(run.stages), *suites]
+    called: list[Called] = [*reward, *environment, *agent, *stages(run.stages), *suites]
     names = [settings.function for settings in called]
     checks: list[Callable[[], object]] = [partial(check_function, settings) for settings in called]
     own = [] if run.pipeline in PIPELINES else [("pipeline", run.pipeline)]
@@ -129,6 +134,20 @@ def _functions(run: Run) -> Iterator[str]:
     for find in checks:
         try:
             find()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _judge(run: Run) -> Iterator[str]:
+    """What the judge needs; whether its server answers is tried later."""
+    if not run.reward.judge.on:
+        return
+    if find_spec("httpx2") is None:
+        yield "reward.judge.url needs httpx2: pip install 'asyncrl[judge]'"
+    checks: list[Callable[[Judge], object]] = [template, read_key]
+    for find in checks:
+        try:
+            find(run.reward.judge)
         except ConfigError as error:
             yield str(error)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config import Run
-from asyncrl.config.user_code import stages
+from asyncrl.config.user_code import Reward, stages
 from asyncrl.config.weights import published_adapters
 from asyncrl.engines.registry import why_engine
 from asyncrl.errors import AsyncRLError
@@ -192,7 +192,7 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
         ),
         Box(
             f"reward x 1, with {run.reward.workers} worker{'s' * (run.reward.workers > 1)}",
-            [run.reward.function, *(f"then {stage.function}" for stage in stages(run.stages))],
+            [*_judges(run.reward), *(f"then {stage.function}" for stage in stages(run.stages))],
             f"trajectories, {traffic.words(traffic.to_buffer)} {per}",
         ),
         Box(
@@ -225,6 +225,12 @@ def _engine_memory(required: Needs) -> str:
 
 def _engines(run: Run) -> str:
     return f"{run.elastic.min} to {run.elastic.max}" if run.elastic.on else str(run.rollout.replicas)
+
+
+def _judges(reward: Reward) -> list[str]:
+    judge = reward.judge
+    asked = [f"judge {judge.model} at {judge.url}, {judge.concurrency} at a time"] if judge.on else []
+    return [*filter(None, [reward.function]), *asked]
 
 
 def _takes(role: str, wanted: Mapping[str, Demand]) -> str:

@@ -23,6 +23,7 @@ from asyncrl.drafting.gain import Notice, net_gain
 from asyncrl.errors import ActorError
 from asyncrl.fleet.placement import HERE
 from asyncrl.fleet.staleness import Decision
+from asyncrl.judges.store import JudgeStats
 from asyncrl.observe.trackers.base import Session
 from asyncrl.observe.trackers.registry import TRACKERS, Trackers, opener
 from asyncrl.system.processes import resident_bytes
@@ -124,6 +125,7 @@ class Recorder:
             "engines": _engines(engines),
             **_drafting(stats),
             **{f"reward_{name}": value for name, value in msgspec.structs.asdict(await fleet.reward.stats()).items()},
+            **_judged(await fleet.reward.judge_stats()),
             "resident_bytes": self._memory(),
             "drafter": msgspec.to_builtins(fleet.drafter.status) if fleet.drafter is not None else None,
             "in_flight": ledger.in_flight,
@@ -316,6 +318,11 @@ def _trained(done: Sequence[Accumulated]) -> Row:
         "first_work": min(part.started for part in done),
         "first_wave_finished": max(part.first_wave_finished for part in done),
     }
+
+
+def _judged(stats: JudgeStats | None) -> Row:
+    """What the judge has cost so far; no column without one."""
+    return {} if stats is None else {"judge": msgspec.structs.asdict(stats)}
 
 
 def _engines(stats: Mapping[str, EngineStats]) -> Row:

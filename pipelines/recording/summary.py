@@ -86,6 +86,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         **_pool(rows),
         **_drafting(rows[-1]),
         "agents": _agents(rows),
+        "judge": rows[-1].get("judge"),
     }
 
 
@@ -180,4 +181,5 @@ _NO_STEPS = (
     "speculation_net_gain",
     "drafter",
     "agents",
+    "judge",
 )

@@ -98,6 +98,7 @@ class Observer:
             driver_at=processes.main_thread_at(),
             group_timeout_s=self._run.flow.group_timeout_s,
             reward_function=self._run.reward.function,
+            judge=self._run.reward.judge.url,
             harness=self._run.agent.function or " ".join(self._run.agent.command),
         )
 

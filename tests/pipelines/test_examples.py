@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from asyncrl.observe.query.tables import open_run
 from asyncrl.types import GIVEN
 from pipelines.recording.result import Result
 from pipelines.replay import replay
+from tests.support.judge_server import judge_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+JUDGES = Path(__file__).parents[2] / "docs" / "judges.md"
 OWN = {
     "quick_pipeline": 25,
     "own_reward": 40,
@@ -92,6 +95,24 @@ def test_own_parts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         found = [mean for (mean,) in tables.execute(by_step).fetchall()]
     assert Result(run).curves()["reward_parts.ended"].values == pytest.approx(found)
     assert replay(run, []).identical
+
+
+def test_own_judge(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one that docs/judges.md shows."""
+    monkeypatch.setenv("JUDGE_KEY", "sk-of-the-example")
+    with judge_server(lambda _: '{"steps": "yes", "clear": "3/5"}', key="sk-of-the-example") as server:
+        summary = run_example("own_judge", model, server.url, "some-model", monkeypatch=monkeypatch, where=tmp_path)
+    score = 0.5 * (1 * 1.0 + 0.5 * 3 / 5) / 1.5
+    for trajectory in read_run(tmp_path / "runs" / "pipeline-1" / "trajectories"):
+        assert trajectory.parts == {"function": trajectory.parts["function"], "judge_steps": 1.0, "judge_clear": 3.0}
+        assert trajectory.reward == pytest.approx(trajectory.parts["function"] + score)
+    assert summary["judge"]["calls"] == len(server.bodies) - 1 > 0, "all but the trial"
+    assert {"temperature": 0, "max_tokens": 300, "model": "some-model"}.items() <= server.bodies[0].items()
+    source = (EXAMPLES / "own_judge.py").read_text()
+    shown = re.search(r"```python\n# examples/own_judge.py\n(.*?)```", JUDGES.read_text(), re.DOTALL)
+    assert shown
+    assert shown[1] in source
+    assert len(source.splitlines()) <= 60
 
 
 def test_own_algorithm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,19 @@ CASES = {
         "(process 99) has been stopped (SIGSTOP) for 63 s of the 500 s that it may take",
         "reward",
     ),
+    "the judge is slow": (
+        snapshot(
+            MISSING,
+            rollout("reward"),
+            ActorView(
+                name="reward", said=msgspec.structs.replace(said(), judge="the judge http://j has 3 completions")
+            ),
+            calls=(GENERATE, TAKE),
+        ),
+        "trainer waits for group 81: sample 3 of rollout-2 has waited 64 s for its reward, the judge http://j has 3 "
+        "completions",
+        "reward",
+    ),
     "the reward actor is stopped": (
         snapshot(
             MISSING,

@@ -13,6 +13,9 @@ BESIDE = frozenset(
 )
 """Calls that are always in progress, or that nobody waits for."""
 OF_THE_REWARD = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_INVALID)
+OF_THE_JUDGE = (
+    DropReason.JUDGE_ERROR, DropReason.JUDGE_TIMEOUT, DropReason.JUDGE_INVALID, DropReason.JUDGE_BUDGET,
+)  # fmt: skip
 
 
 def explain(snapshot: Snapshot) -> Explanation:
@@ -125,6 +128,8 @@ class _Trail:
         if any(reason in dropped for reason in OF_THE_REWARD):
             self._links.append(f"so look at the reward function {self._picture.reward_function}")
             self._suspects.append("reward")
+        if any(reason in dropped for reason in OF_THE_JUDGE):
+            self._links.append(f"so look at the judge {self._picture.judge}")
 
     def _missing(self, group: int, missing: tuple[int, ...], at: SampleAt | None) -> None:
         sample = at.sample if at else missing[0]
@@ -212,9 +217,13 @@ class _Trail:
 
     def _reward(self) -> None:
         said = self._said("reward")
-        if self._faulty("reward") or said is None or not said.judging:
+        if self._faulty("reward") or said is None or not (said.judging or said.judge):
             return self._actor("reward", pronoun="the reward actor")
         self._suspects.append("reward")
+        if said.judge:
+            self._links.append(said.judge)
+        if not said.judging:
+            return
         oldest = said.judging[0]
         doing = "has been stopped (SIGSTOP)" if oldest.stopped else "has been at one sample"
         self._links.append(

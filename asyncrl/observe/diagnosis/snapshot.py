@@ -70,7 +70,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     """Shares of samples that wait for a reward process."""
     failures: dict[str, str] = {}
-    """Of the reward actor: what the user's functions failed with first, by reason."""
+    """Of the reward actor: what the user's functions and the judge failed with first, by reason."""
+    judge: str = ""
+    """Of the reward actor: where its judge stands, in words, while completions wait for it."""
 
 
 class ActorView(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +117,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Where the driver's main thread is."""
     group_timeout_s: float = 0.0
     reward_function: str = ""
+    judge: str = ""
+    """Its address."""
     harness: str = ""
     """The function or program of an agent."""
 

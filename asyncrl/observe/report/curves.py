@@ -166,6 +166,20 @@ def agents(run: Recorded) -> list[Chart]:
     return [charts[0], *known]
 
 
+ASKED = {"calls": "calls", "cache_hits": "from the cache", "retries": "retries", "failures": "without a verdict"}
+
+
+def judge(run: Recorded) -> list[Chart]:
+    """Nothing for a run without a judge."""
+    rows = [{"step": row["step"], **row["judge"]} for row in run.rows if row.get("judge")]
+    if not rows:
+        return []
+    grown = {name: differences(rows, name).tolist() for name in ASKED}
+    told = [{"step": row["step"], **{name: grown[name][at] for name in ASKED}} for at, row in enumerate(rows)]
+    series = [_line(told, name, label) for name, label in ASKED.items()]
+    return [_chart("Calls of the judge", "in a step", series, from_zero=True, note="held-out completions as well")]
+
+
 def drafting(run: Recorded) -> list[Chart]:
     """Nothing for a run without a drafter."""
     rows = [row for row in run.rows if row.get("drafts")]

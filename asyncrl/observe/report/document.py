@@ -20,6 +20,7 @@ from asyncrl.observe.report import curves
 from asyncrl.observe.report.agents import agents
 from asyncrl.observe.report.figures import Found
 from asyncrl.observe.report.headline import Figures, headline
+from asyncrl.observe.report.judge import cost, judge
 from asyncrl.observe.report.recorded import Recorded
 from asyncrl.observe.report.samples import samples
 from asyncrl.observe.report.timeline import timeline
@@ -48,6 +49,8 @@ def tiles(found: Found, figures: Figures) -> list[dict[str, str]]:
         ("weight sync", _time(figures.sync_seconds), "for one version"),
         ("effective samples", _mean(rows, "ess"), "ess, mean over the steps; 1 is on-policy"),
     ]
+    if (spent := cost(run)) is not None:
+        told.append(("judge", *spent))
     if run.attempts > 1:
         told.append(("attempts", str(run.attempts), "actors placed anew after a death or a resume"))
     return [{"label": label, "value": value, "note": note} for label, value, note in told]
@@ -134,6 +137,7 @@ def document(run: Recorded) -> dict[str, Any]:
         "correction": curves.correction(run),
         "drafting": curves.drafting(run),
         "agents": agents(run),
+        "judge": judge(run),
         "waste": waste(found),
         "memory": curves.memory(run),
         "samples": samples(run),

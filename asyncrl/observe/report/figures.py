@@ -49,6 +49,7 @@ class Found:
             reward_judging=_weighted(self.judging["judging"], self.judging["seconds"]),
             reward_workers=int(run.setting("reward.workers", 1)),
             reward_busy=_weighted(self.judging["busy"], self.judging["seconds"]),
+            judge_concurrency=self._judge_concurrency(),
             sync_seconds=_mean([row["sync_seconds"] for row in run.rows if row.get("sync_seconds")]),
             step_seconds=total / steps if steps else 0.0,
             staleness_max=max((row.get("staleness_max") or 0 for row in run.rows), default=0),
@@ -64,6 +65,12 @@ class Found:
     def _reward_seconds(self) -> float:
         judged = self.judging["judged"].sum()
         return float(self.judging["waited"].sum() / judged) if judged else 0.0
+
+    def _judge_concurrency(self) -> int:
+        """0 without a judge, and where the function takes longer than it."""
+        judge = (self.run.rows[-1].get("judge") if self.run.rows else None) or {}
+        slow = judge.get("waited_seconds", 0.0) > differences(self.run.rows, "reward_waited_seconds").sum() / 2
+        return int(self.run.setting("reward.judge.concurrency", 1)) if judge and slow else 0
 
     def _running_during(self, cause: str) -> float:
         """Mean number of completions that ran in the pieces of a cause."""

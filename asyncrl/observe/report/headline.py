@@ -45,6 +45,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     reward_workers: int = 1
     reward_busy: float = 0.0
     """Of the workers' time."""
+    judge_concurrency: int = 0
+    """Where most of the wait for rewards is for a judge: completions that are with it at a time; else 0."""
     sync_seconds: float = 0.0
     """For one version, on average."""
     step_seconds: float = 0.0
@@ -125,10 +127,14 @@ def _tail(f: Figures) -> tuple[str, str]:
 
 
 def _reward(f: Figures) -> tuple[str, str]:
+    who = "judge" if f.judge_concurrency else "reward function"
     sentence = (
-        f"The reward function bounds this run: for {_share(f, 'reward')} of the time the trainer waited for rewards; a "
+        f"The {who} bounds this run: for {_share(f, 'reward')} of the time the trainer waited for rewards; a "
         f"finished completion waited {_seconds(f.reward_seconds)} for its reward, {f.reward_judging:.0f} at a time."
     )
+    if f.judge_concurrency:
+        more = f"reward.judge.concurrency={2 * f.judge_concurrency} instead of {f.judge_concurrency}"
+        return sentence, _or([f"ask about more completions at a time ({more})", "use a faster judge"])
     return sentence, _or(
         [
             f"judge more completions at a time (reward.workers={2 * f.reward_workers} instead of {f.reward_workers}, "

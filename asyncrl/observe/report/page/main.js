@@ -63,6 +63,10 @@ function start() {
         data.agents.branches.map(row => [row[0], row[1], row[2], percent(row[3])])) : null,
       data.agents.notes.map(text => h("p", { class: "muted" }, text)));
   }
+  if (data.judge) {
+    section("judge", "Judge", "What the model that judges was asked, and what it cost.", charts(data.judge.charts),
+      data.judge.notes.map(text => h("p", { class: "muted" }, text)));
+  }
   section("waste", "Waste", "Every sampled token is trained on, on its way, or dropped for a reason.", wasteSection(data.waste));
   section("memory", "Memory and load", null, data.memory.length ? charts(data.memory) : nothing("Not recorded."));
   section("samples", "Samples", "A selection of completions, token by token.",

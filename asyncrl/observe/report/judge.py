@@ -1,0 +1,34 @@
+"""What the judge was asked, and what it cost."""
+
+from typing import Any
+
+from asyncrl.observe.report import curves
+from asyncrl.observe.report.recorded import Recorded
+
+
+def judge(run: Recorded) -> dict[str, Any] | None:
+    """Nothing for a run without one."""
+    charts = curves.judge(run)
+    return {"charts": charts, "notes": _notes(run, run.rows[-1]["judge"])} if charts else None
+
+
+def cost(run: Recorded) -> tuple[str, str] | None:
+    """In a few words, for a tile."""
+    total = run.rows[-1].get("judge") if run.rows else None
+    if not total:
+        return None
+    tokens = total["prompt_tokens"] + total["reply_tokens"]
+    return f"{total['calls']:,} calls", f"of the judge, {tokens:,} tokens; {total['failures']:,} without a verdict"
+
+
+def _notes(run: Recorded, total: dict[str, Any]) -> list[str]:
+    judged = max(total["verdicts"] + total["cache_hits"] + total["failures"], 1)
+    mean_s = total["call_seconds"] / max(total["calls"], 1)
+    return [
+        f"{run.setting('reward.judge.model', '')} at {run.setting('reward.judge.url', '')}: {total['calls']:,} calls, "
+        f"{total['prompt_tokens']:,} tokens read and {total['reply_tokens']:,} written; {mean_s:.3g} s for a call, on "
+        "average.",
+        f"Of the completions {total['cache_hits'] / judged:.1%} had their verdict already, and {total['failures']:,} "
+        f"got none and were dropped; a completion waited {total['waited_seconds'] / judged:.3g} s for its verdict.",
+        f"{total['retries']:,} calls were tried again, and {total['rate_limited']:,} times the server asked to wait.",
+    ]
