@@ -116,14 +116,12 @@ class Blocks:
         trained, and the way to it is open. A run that is asked to stop leaves the step in hand, and a checkpoint of the
         last one is written.
         """
-        await self._unless_stopped(self.publish())
-        if self.run.evaluation.beside and self._serves:
-            self._evaluator = Evaluator(self.run, self.fleet, self.task, self.recorder, self._scored)
         try:
             await self._begin()
             async with self._steps(source):
                 yield
         finally:
+            source.close()  # if it never began
             if self._evaluator is not None:
                 await self._evaluator.close()
         self.recorder.end()
@@ -133,7 +131,9 @@ class Blocks:
             self._best.close()
 
     async def _begin(self) -> None:
-        if self._evaluator is not None:
+        await self._unless_stopped(self.publish())
+        if self.run.evaluation.beside and self._serves:
+            self._evaluator = Evaluator(self.run, self.fleet, self.task, self.recorder, self._scored)
             await self._unless_stopped(self._evaluator.started())
         if not self._first_step and self._evaluator is not None:
             await self._evaluate_beside(0)

@@ -5,7 +5,7 @@ without end and train on nothing.
 """
 
 from collections import Counter
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -23,8 +23,8 @@ MOST = 300
 class Described(Protocol):
     """What failures tell of whoever was called: a function of the user's (`Called`), or a judge."""
 
-    RETURNS: ClassVar[str]
-
+    @property
+    def RETURNS(self) -> str: ...
     @property
     def field(self) -> str: ...
     @property
