@@ -172,6 +172,11 @@ class TrainerActor:
         self._samples_trained += report.samples
         return report
 
+    async def loss(self, trajectories: list[Trajectory]) -> float:
+        """Of the weights as they are, on samples that nothing is learned from: mean of - log pi over their tokens."""
+        with self._at_work(), self._activity.doing(f"the loss of {len(trajectories)} held-out samples"):
+            return self._learner.loss(trajectories)
+
     async def export_weights(self, order: SendOrder) -> WeightManifest:
         """Send the current weights to the members of the order, with the probe for them."""
         with self._activity.doing(f"putting version {self._learner.version} out"):

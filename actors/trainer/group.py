@@ -23,7 +23,7 @@ from asyncrl.config import Run
 from asyncrl.errors import ActorError
 from asyncrl.training.distributed.ranks import Rendezvous
 from asyncrl.training.report import StepReport
-from asyncrl.types import Delivery, SendOrder, WeightManifest
+from asyncrl.types import Delivery, SendOrder, Trajectory, WeightManifest
 
 T = TypeVar("T")
 NOTICE_S = 5.0
@@ -95,6 +95,9 @@ class TrainerGroup(ActorWrapper):
 
     async def step(self) -> StepReport:
         return await self._all(lambda rank: rank.step())
+
+    async def loss(self, trajectories: list[Trajectory]) -> float:
+        return await self._all(lambda rank: rank.loss(trajectories))
 
     async def export_weights(self, order: SendOrder) -> WeightManifest:
         return await self._all(lambda rank: rank.export_weights(order))

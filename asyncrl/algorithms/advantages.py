@@ -5,7 +5,7 @@
     relative_to_group    either of them, as `normalize_std` says               GRPO, GSPO, CISPO
     against_the_others   A_i = R_i - mean of the other rewards of the group    RLOO
     before_whitening     R, or R - mean(R) with `group_baseline`               REINFORCE++
-    rewards_alone        R                                                     PPO
+    rewards_alone        R                                                     PPO, SFT (whose loss has none)
 
 In an episode a turn may have a reward of its own: then R is that of a turn, the episode's and its own, and a baseline
 is made of episodes, each of which is the mean over its turns (`turns_relative_to_group` and the functions below it).

@@ -51,6 +51,13 @@ def log_ratio(logp_L: Tensor, behaviour_logp_L: Tensor) -> Tensor:
     return (logp_L.detach() - behaviour_logp_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
+def of_data(logp_L: Tensor) -> Corrected:
+    """Of tokens that no policy of the run has sampled: the trainer's own stands in for it, and nothing is weighed."""
+    none_L = torch.zeros_like(logp_L, dtype=torch.bool)
+    logp_L = logp_L.detach()
+    return Corrected(torch.zeros_like(logp_L), logp_L, torch.ones_like(logp_L), ~none_L, none_L)
+
+
 def custom(settings: CustomCorrection, logp_L: Tensor, behaviour_logp_L: Tensor, samples: Samples) -> Corrected:
     """The user's own weights; the algorithm's ratio is taken against the trainer's policy."""
     log_rho_L = log_ratio(logp_L, behaviour_logp_L)

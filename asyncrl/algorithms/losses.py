@@ -6,6 +6,7 @@ With the advantage A_t of a token, pi the policy being trained and r_t = pi(t) /
     sequence   the same with s_i = exp(mean_t log r_t), the ratio of the whole completion, for every token    GSPO
     plain      - r_t A_t, whose gradient at r = 1 is that of - A_t log pi(t)                                  RLOO
     capped     - sg[min(r_t, cap)] A_t log pi(t): every token keeps its gradient                              CISPO
+    supervised - log pi(t), the cross-entropy of data                                                         SFT
 
 What weighs a token (corrections.py), aggregation and penalties are added by the learner. Which algorithm has which of
 these, with which advantages, is in registry.py.
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from asyncrl.algorithms.base import Loss, Tokens
-from asyncrl.config.algorithm import AlgorithmBase, Cispo, Clipped, CustomAlgorithm, Gspo
+from asyncrl.config.algorithm import AlgorithmBase, Cispo, Clipped, CustomAlgorithm, Gspo, Supervised
 from asyncrl.system.user_functions import calling, load_function
 
 EXPECTED = "f(tokens: Tokens) that returns a tensor with one loss per sampled token, as long as tokens.logp_L"
@@ -55,6 +56,11 @@ def capped(settings: Cispo, tokens: Tokens) -> Loss:
     ratio_L = tokens.ratio.detach()
     above = (ratio_L > settings.cap).sum()
     return Loss(-ratio_L.clamp(max=settings.cap) * tokens.advantage_L * tokens.logp_L, {"clipped": above})
+
+
+def supervised(settings: Supervised, tokens: Tokens) -> Loss:
+    """The cross-entropy of tokens that were written, not sampled."""
+    return Loss(-tokens.logp_L)
 
 
 def custom(settings: CustomAlgorithm, tokens: Tokens) -> Loss:

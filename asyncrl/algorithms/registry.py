@@ -27,6 +27,7 @@ from asyncrl.config.algorithm import (
     Ppo,
     ReinforcePp,
     Rloo,
+    Supervised,
 )
 from asyncrl.system.user_functions import load_function
 
@@ -53,6 +54,7 @@ ALGORITHMS: dict[type[AlgorithmBase], Entry] = {
     Ppo: Entry(advantages.rewards_alone, losses.clipped, whole_step=True),
     Gspo: Entry(advantages.relative_to_group, losses.sequence_clipped, advantages.turns_relative_to_group),
     Cispo: Entry(advantages.relative_to_group, losses.capped, advantages.turns_relative_to_group),
+    Supervised: Entry(advantages.rewards_alone, losses.supervised),
     CustomAlgorithm: Entry(advantages.custom, losses.custom, advantages.turns_of_custom),
 }
 CORRECTIONS: dict[type[CorrectionBase], Callable[[Any, Tensor, Tensor, Samples], Corrected]] = {

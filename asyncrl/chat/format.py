@@ -2,18 +2,19 @@
 
 encode         the prompt of a call, as transformers would make it
 parse          a reply: content, reasoning and tool calls
+said_turns     prompt and reply of each turn in a conversation that somebody else wrote
 continuation   what follows a reply whose sampled tokens are kept, so that nothing sampled is tokenized again
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.chat.append_only import changes_of_history
-from asyncrl.chat.messages import Message, Reply, ToolCall, Tools, for_template, short_id
+from asyncrl.chat.messages import Message, Reply, SaidTurn, ToolCall, Tools, for_template, short_id
 from asyncrl.chat.tool_formats import TOOL_FORMATS, Call, Parsed
 from asyncrl.data.tokenizer import ChatTemplate, Tokenizer
 from asyncrl.errors import ChatError, CheckpointError, ConfigError
@@ -39,6 +40,20 @@ PROBE_TOOL: Message = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
 }
+
+
+class _Shown(NamedTuple):
+    """A turn of the model's as the template writes it."""
+
+    prompt: str
+    reply: str
+    """Up to its end."""
+    ends: bool
+    """Whether the template writes one."""
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.reply
 
 
 class ChatFormat:
@@ -70,6 +85,75 @@ class ChatFormat:
     def encode(self, messages: Sequence[Message], tools: Tools = (), *, options: Options = NO_OPTIONS) -> list[int]:
         """Ids up to where the model's next turn begins."""
         return self._ids(self._shown(messages, tools, options))
+
+    def said_turns(
+        self, messages: Sequence[Message], tools: Tools = (), *, of: Collection[int], options: Options = NO_OPTIONS
+    ) -> Iterator[SaidTurn]:
+        """The assistant's messages of these numbers as turns: each in the tokens that a call would have had before it,
+        and in those of the template's text when it is the last message."""
+        line = list[_Shown]()
+        for shown in self._replies(messages, tools, of, options):
+            if line and not shown.prompt.startswith(line[-1].text):
+                yield from self._tokenized(line)
+                line.clear()
+            line.append(shown)
+        yield from self._tokenized(line)
+
+    def _replies(
+        self, messages: Sequence[Message], tools: Tools, of: Collection[int], options: Options
+    ) -> Iterator[_Shown]:
+        before = list[Message]()
+        for number, message in enumerate(messages):
+            for part in [message] if self._shows_parallel_calls else _with_one_call(message):
+                if number in of:
+                    prompt = self._shown(before, tools, options)
+                    reply = self._reply(prompt, before, part, tools, options)
+                    end = max((found.end() for found in self._end.finditer(reply)), default=0)
+                    ends = bool(end) and not reply[end:].strip()
+                    yield _Shown(prompt, reply[:end] if ends else reply.rstrip(), ends)
+                before.append(part)
+
+    def _reply(self, prompt: str, before: Sequence[Message], message: Message, tools: Tools, options: Options) -> str:
+        """What the template writes behind the prompt for a message of the model's."""
+        shown = self._shown([*before, message], tools, options, open_turn=False)
+        if shown.startswith(prompt):
+            return shown[len(prompt) :]
+        for landmark in self._landmarks(prompt, before, tools, options):
+            _, found, reply = shown.rpartition(landmark)
+            if found:
+                return reply
+        raise ChatError(
+            "the chat template does not begin a turn of the history as it begins one that is sampled, so what the "
+            "model should say cannot be told from what it is given"
+        )
+
+    def _landmarks(self, prompt: str, before: Sequence[Message], tools: Tools, options: Options) -> Iterator[str]:
+        """Ends of a prompt behind which the reply begins, where the template writes what is before it in another way
+        once there is a reply: the last message and the opening of the turn, or the opening alone."""
+        content = before[-1].get("content") if before else None
+        if isinstance(content, str) and content and (start := prompt.rfind(content)) >= 0:
+            yield prompt[start:]
+        history = self._shown(before, tools, options, open_turn=False)
+        if prompt.startswith(history) and (opening := prompt[len(history) :]):
+            yield opening
+
+    def _tokenized(self, line: Sequence[_Shown]) -> Iterator[SaidTurn]:
+        """Turns of which each goes on from the text of the one before it. Their texts are tokenized one by one: that
+        is as all of it together, unless the tokenizer makes one token of where two meet. Then each turn is tokenized
+        as a call's prompt is, and what follows it."""
+        texts, seen = list[str](), ""
+        for shown in line:
+            texts += shown.prompt[len(seen) :], shown.reply
+            seen = shown.text
+        pieces = [self._ids(text) for text in texts]
+        apart = [token for piece in pieces for token in piece] != self._ids(seen)
+        prompt = list[int]()
+        for shown, given, said in zip(line, pieces[::2], pieces[1::2], strict=True):
+            prompt = self._ids(shown.prompt) if apart else [*prompt, *given]
+            whole = self._ids(shown.text) if apart else []
+            reply = whole[len(prompt) :] if whole and whole[: len(prompt)] == prompt else said
+            yield SaidTurn(prompt, reply if shown.ends else [*reply, self._tokenizer.eos_ids[0]])
+            prompt = [*prompt, *reply]
 
     def continuation(
         self,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -45,6 +45,15 @@ class Reply(msgspec.Struct, frozen=True):
                 for call in self.tool_calls
             ]
         return found
+
+
+class SaidTurn(NamedTuple):
+    """A turn of the model's in a conversation that somebody else wrote."""
+
+    prompt: list[int]
+    """Ids of all before it, as the model is called with."""
+    reply: list[int]
+    """What the model should say to it, its end token included."""
 
 
 def for_template(message: Mapping[str, Any], id_length: int = 0) -> Message:

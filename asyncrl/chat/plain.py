@@ -1,10 +1,10 @@
 """Conversations for a model without a chat template, such as the quickstart's: contents one behind the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.chat.format import ChatFormat
-from asyncrl.chat.messages import Message, Reply, Tools
+from asyncrl.chat.messages import Message, Reply, SaidTurn, Tools
 from asyncrl.data.tokenizer import Tokenizer
 from asyncrl.errors import ChatError, ConfigError
 
@@ -23,6 +23,17 @@ class PlainFormat:
         if tools:
             raise ChatError("the call has tools, and the model has no chat template to show them in: leave them out")
         return [*self._tokenizer.encode(""), *self._ids(messages)]
+
+    def said_turns(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        of: Collection[int],
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Iterator[SaidTurn]:
+        for number in sorted(of):
+            yield SaidTurn(self.encode(messages[:number], tools), self._ids(messages[number : number + 1]))
 
     def continuation(
         self,

@@ -50,6 +50,9 @@ class AlgorithmBase(Chosen, frozen=True):
     """Whether a group can matter although all of its rewards are equal."""
     needs_advantages: ClassVar[bool] = True
     """Whether the rewards teach nothing where every advantage is 0."""
+    on_data: ClassVar[bool] = False
+    """Whether it learns from data: no policy of the run has sampled it, so that no token has a ratio to correct, an
+    age, or a temperature."""
 
     @property
     def compares_within_group(self) -> bool:
@@ -184,6 +187,18 @@ class Cispo(AlgorithmBase, frozen=True, tag="cispo"):
     normalize_std: bool = True
 
 
+class Supervised(AlgorithmBase, frozen=True, tag="sft"):
+    """- log pi of every token that the data has for the model's own; rewards count for nothing."""
+
+    learns_from_equal_rewards = True
+    needs_advantages = False
+    on_data = True
+
+    @property
+    def compares_within_group(self) -> bool:
+        return False
+
+
 class CustomAlgorithm(AlgorithmBase, frozen=True, kw_only=True, tag="custom"):
     """A loss of your own, with group-relative advantages or your own."""
 
@@ -277,5 +292,5 @@ class CustomCorrection(CorrectionBase, frozen=True, tag="custom"):
         return (("correction.function", self.function),)
 
 
-Algorithm = Grpo | DrGrpo | Dapo | Rloo | ReinforcePp | Ppo | Gspo | Cispo | CustomAlgorithm
+Algorithm = Grpo | DrGrpo | Dapo | Rloo | ReinforcePp | Ppo | Gspo | Cispo | Supervised | CustomAlgorithm
 Correction = Importance | CustomCorrection

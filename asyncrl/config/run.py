@@ -20,6 +20,7 @@ from asyncrl.config.fleet import Concurrency, Elastic, check_pool
 from asyncrl.config.judge import check_judge
 from asyncrl.config.placement import Placement
 from asyncrl.config.precision import RolloutPrecision, check_precision
+from asyncrl.config.sft import Sft, check_sft
 from asyncrl.config.staleness import FixedStaleness, StalenessControl
 from asyncrl.config.task import ChainsTask, TaskSettings
 from asyncrl.config.trackers import TrackerName
@@ -271,6 +272,8 @@ class Run(Settings, frozen=True):
     drafter: DrafterSettings = NoDrafter()
     model: ModelSource = WarmStart()
     task: TaskSettings = ChainsTask()
+    sft: Sft = Sft()
+    """Examples for `pipeline=sft`."""
     reward: Reward = Reward()
     environment: Environment = Environment()
     agent: Agent = Agent()
@@ -296,11 +299,11 @@ class Run(Settings, frozen=True):
 
     @property
     def replays_routes(self) -> bool:
-        """Whether routes are recorded and replayed, if the model has experts: transformers takes none, and episodes of
-        a harness have none."""
+        """Whether routes are recorded and replayed, if the model has experts: transformers takes none, and neither
+        episodes of a harness nor data have any."""
         wanted, always = self.rollout.router_replay, self.engine.returns_routes == "always"
         wants = wanted == "on" or (wanted == "auto" and always)
-        return wants and self.model.backend != "transformers" and not self.agent.on
+        return wants and self.model.backend != "transformers" and not (self.agent.on or self.algorithm.on_data)
 
     @property
     def engines(self) -> int:
@@ -378,6 +381,8 @@ def check(run: Run, *, recorded: bool = False) -> None:
             f"algorithm.kl.placement=loss, or algorithm={able}"
         )
     _check_normalized_weights(run)
+    _check_on_data(run)
+    check_sft(run)
     check_precision(run)
     _check_drafter(run)
     check_weights(run)
@@ -479,6 +484,30 @@ def _check_normalized_weights(run: Run) -> None:
         raise ConfigError(
             "correction.batch_normalize=true does not go with algorithm.entropy, algorithm.router_aux_loss or a KL "
             "penalty in the loss, which have no weights; turn one of them off"
+        )
+
+
+def _check_on_data(run: Run) -> None:
+    """Refuse what is estimated from samples of the policy, or decided by their rewards: data is neither."""
+    algorithm = run.algorithm
+    if not algorithm.on_data:
+        return
+    learns = f"algorithm={algorithm.kind} learns from data"
+    if algorithm.dynamic_sampling:
+        raise ConfigError(f"algorithm.dynamic_sampling=true: {learns}, which has no rewards to compare; leave it out")
+    if algorithm.kl.coefficient:
+        raise ConfigError(
+            f"algorithm.kl.coefficient={algorithm.kl.coefficient:g}: {learns}, and the penalty is estimated from "
+            "tokens that the policy sampled; leave it out"
+        )
+    if algorithm.overlong.penalty:
+        raise ConfigError(
+            f"algorithm.overlong.penalty={algorithm.overlong.penalty:g}: {learns}, which has no rewards to take it "
+            "from; leave it out"
+        )
+    if run.correction.functions:
+        raise ConfigError(
+            f"correction={run.correction.kind}: {learns}, which no policy of the run has sampled; use correction=none"
         )
 
 

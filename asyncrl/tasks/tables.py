@@ -3,42 +3,35 @@
 `Rows` is what all tables share; then JSON lines, Parquet and Hugging Face datasets.
 """
 
-import codecs
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from hashlib import blake2b
+from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any, cast
 
 import msgspec
-import pyarrow
-from pyarrow import parquet
 
 from asyncrl.config.errors import did_you_mean
 from asyncrl.config.task import CodeTask, Columns, DatasetTask, JsonlTask, ParquetTask
+from asyncrl.data import rows as reading
+from asyncrl.data.order import Order, kept_out
 from asyncrl.errors import ConfigError
-from asyncrl.system.optional import require
 from asyncrl.tasks.base import Split
 from asyncrl.types import Prompt
-
-pa, pq = cast(Any, pyarrow), cast(Any, parquet)  # their type stubs are incomplete
 
 
 class Rows:
     """A list of prompts; `source` is what errors call the place they come from."""
 
     def __init__(self, prompts: Sequence[Prompt], held_out: float, seed: int, source: str) -> None:
-        kept = _held_out({prompt.text for prompt in prompts}, held_out)
-        self._share, self._source, self._seed = held_out, source, seed
+        kept = kept_out({prompt.text.encode() for prompt in prompts}, held_out)
+        self._share, self._source = held_out, source
         self._prompts: dict[Split, list[Prompt]] = {
-            "train": [prompt for prompt in prompts if prompt.text not in kept],
-            "held_out": [prompt for prompt in prompts if prompt.text in kept],
+            "train": [prompt for prompt in prompts if prompt.text.encode() not in kept],
+            "held_out": [prompt for prompt in prompts if prompt.text.encode() in kept],
         }
-        self._order = lru_cache(maxsize=4)(self._shuffle)
+        self._orders = {split: Order(len(found), seed, split) for split, found in self._prompts.items()}
 
     def prompt(self, split: Split, index: int) -> Prompt:
         prompts = self._prompts[split]
@@ -47,16 +40,10 @@ class Rows:
                 f"task.held_out={self._share} leaves no held-out prompt in {self._source}: "
                 "raise task.held_out or set evaluation.prompts=0"
             )
-        epoch, position = divmod(index, len(prompts))
-        return prompts[self._order(split, epoch)[position]]
+        return prompts[self._orders[split][index]]
 
     def listed(self, most: int) -> Sequence[Prompt]:
         return [prompt for split in self._prompts.values() for prompt in split][:most]
-
-    def _shuffle(self, split: Split, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts[split])))
-        Random(f"{self._seed}/{split}/{epoch}").shuffle(order)
-        return order
 
 
 def check_columns(columns: Columns, known: Sequence[str]) -> list[str]:
@@ -114,12 +101,6 @@ def _text(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
-def _held_out(texts: set[str], share: float) -> set[str]:
-    """The same texts whatever the seed and the order of the file; one at least is left to train on."""
-    ranked = sorted(texts, key=lambda text: blake2b(text.encode()).digest())
-    return set(ranked[: min(math.ceil(share * len(ranked)), len(ranked) - 1)])
-
-
 class Lines(Rows, ABC):
     """The lines of a file, each a JSON object."""
 
@@ -133,47 +114,10 @@ class Lines(Rows, ABC):
     def _decode(self, line: bytes, uid: str) -> Prompt: ...
 
     def _read(self, path: Path) -> list[Prompt]:
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"task.path={path} cannot be read: {error.strerror}") from None
-        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ConfigError(f"task.path={path} is UTF-16: convert it with `iconv -f utf-16 -t utf-8`")
-        raw = raw.removeprefix(codecs.BOM_UTF8)
-        items = _array(raw)
-        what, lines = ("line", raw.splitlines()) if items is None else ("item", items)
-        numbered = enumerate(lines, start=1)
-        prompts = [
-            self._parse(f"{path}, {what} {number}", path, number, line) for number, line in numbered if line.strip()
-        ]
+        prompts = [line.read(self._decode, self.EXAMPLE) for line in reading.read_lines(path, "task.path")]
         if not prompts:
             raise ConfigError(f"task.path={path} holds no prompt; write one JSON object with `prompt` per line")
         return prompts
-
-    def _parse(self, place: str, path: Path, number: int, line: bytes) -> Prompt:
-        try:
-            line.decode()
-        except UnicodeDecodeError as error:
-            byte = line[error.start]
-            raise ConfigError(
-                f"{place}: not UTF-8 at byte {error.start + 1} (0x{byte:02x}, {chr(byte)!r} in Latin-1): convert the "
-                "file, as with `iconv -f latin1 -t utf-8`"
-            ) from None
-        try:
-            return self._decode(line, f"{path.name}:{number}")
-        except (msgspec.DecodeError, ValueError) as error:
-            whole = ", all of it on one line" if "truncated" in str(error) else ""
-            raise ConfigError(f"{place}: {error}; expected an object such as {self.EXAMPLE}{whole}") from None
-
-
-def _array(raw: bytes) -> list[bytes] | None:
-    """The items of a file that is one JSON array, as some programs write it; None if it is none."""
-    if not raw.lstrip().startswith(b"["):
-        return None
-    try:
-        return [bytes(item) for item in msgspec.json.decode(raw, type=list[msgspec.Raw])]
-    except (msgspec.DecodeError, UnicodeDecodeError):  # its lines say where it is wrong
-        return None
 
 
 class Jsonl(Lines):
@@ -197,24 +141,10 @@ class Parquet(Rows):
 
 
 def _read_parquet(settings: ParquetTask) -> list[Prompt]:
-    path = Path(settings.path).expanduser()
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    if not files:
-        raise ConfigError(f"task.path={path} is a directory without a .parquet file")
-    rows = (row for file in files for row in _rows(file, settings))
+    path, columns = Path(settings.path).expanduser(), partial(check_columns, settings)
+    files = reading.parquet_files(path, "task.path")
+    rows = (row for file in files for row in reading.read_parquet(file, "task.path", columns))
     return make_prompts(rows, settings, path.name)
-
-
-def _rows(file: Path, settings: ParquetTask) -> list[dict[str, Any]]:
-    """Only the columns that are asked for."""
-    try:
-        with pq.ParquetFile(file) as opened:
-            columns = check_columns(settings, opened.schema_arrow.names)
-            return opened.read(columns).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"task.path={file} cannot be read: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"task.path={file}: {error}") from None
 
 
 class Dataset(Rows):
@@ -225,35 +155,6 @@ class Dataset(Rows):
 
 
 def _read_dataset(settings: DatasetTask) -> list[Prompt]:
-    data = _split(settings, _load(settings))
-    try:
-        columns = check_columns(settings, data.column_names)
-    except ValueError as error:
-        raise ConfigError(f"task.name={settings.name}: {error}") from None
-    return make_prompts(data.select_columns(columns), settings, f"{Path(settings.name).name}/{settings.split}")
-
-
-def _load(settings: DatasetTask) -> Any:
-    datasets = require("datasets", extra="datasets")
-    path = Path(settings.name).expanduser()
-    saved = any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-    try:
-        if saved:
-            return datasets.load_from_disk(str(path))
-        return datasets.load_dataset(settings.name, settings.config or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(
-            f"task.name={settings.name} cannot be loaded: {error}; give a dataset of the hub, or a directory that "
-            "save_to_disk wrote"
-        ) from None
-
-
-def _split(settings: DatasetTask, data: Any) -> Any:
-    """One split of several; a saved dataset may also have none."""
-    if not isinstance(data, dict):
-        return data
-    if settings.split not in data:
-        raise ConfigError(
-            f"task.name={settings.name} has no split {settings.split!r}: {did_you_mean(settings.split, data)}"
-        )
-    return data[settings.split]
+    columns = partial(check_columns, settings)
+    rows = reading.read_dataset(settings.name, settings.config, settings.split, "task.name", columns)
+    return make_prompts(rows, settings, f"{Path(settings.name).name}/{settings.split}")

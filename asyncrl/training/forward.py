@@ -70,10 +70,10 @@ class PolicyForward:
         self._model, self._execution, self._routes = model, execution, routes
         self._balanced = run.algorithm.router_aux_loss > 0
         self._settings = run.trainer
-        rollout = run.rollout
-        self._temperature = rollout.temperature or 1.0
-        self._support = Support(rollout.top_k, rollout.top_p) if rollout.temperature else WHOLE
-        """Greedy completions report the whole distribution at temperature 1."""
+        rollout, whole = run.rollout, run.algorithm.on_data or not run.rollout.temperature
+        self._temperature = 1.0 if whole else rollout.temperature
+        self._support = WHOLE if whole else Support(rollout.top_k, rollout.top_p)
+        """Data is of the whole distribution at temperature 1, and that is what greedy completions report."""
 
     def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
         if self._routes is None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from asyncrl.algorithms import losses, registry
 from asyncrl.algorithms.base import Samples, Tokens
-from asyncrl.algorithms.corrections import Caution, Corrected
+from asyncrl.algorithms.corrections import Caution, Corrected, of_data
 from asyncrl.config import Run
 from asyncrl.config.trainer import Trainer
 from asyncrl.errors import AsyncRLError, ConfigError, RankError
@@ -35,7 +35,7 @@ from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
 from asyncrl.training.adamw import AdamW
 from asyncrl.training.advantages import TokenAdvantages, with_advantages
-from asyncrl.training.batches import PackedBatch, share
+from asyncrl.training.batches import Block, PackedBatch, block, share
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
 from asyncrl.training.diagnostics import (
@@ -57,7 +57,7 @@ from asyncrl.training.guardrails import alarms
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.momentum import Momentum
 from asyncrl.training.report import OffPolicy, StepReport
-from asyncrl.types import Group
+from asyncrl.types import Group, Trajectory
 from asyncrl.weights.gather import OneRank, Source
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,8 @@ class Learner:
         self._tokens += sum(t.sampled_tokens for group in groups for t in group.trajectories)
         if self.ranks.world > 1:
             self._compare_samples(groups)
-        self.momentum.observe((t for group in groups for t in group.trajectories), self.version)
+        if not self._algorithm.on_data:
+            self.momentum.observe((t for group in groups for t in group.trajectories), self.version)
         if self._left_out:
             return
         if self._entry.whole_step:
@@ -216,16 +217,19 @@ class Learner:
             )
 
     def _learn(self, groups: Sequence[Group]) -> None:
-        blocks = with_advantages(self._run, groups, self._routes)
-        own = share(blocks, self._token_budget, self.ranks.share, self.ranks.shares, self.model.packing)
-        if self.ranks.context is not None:
-            own = [batch.shared(self.ranks.context) for batch in own]
-        batches = [batch.to(self.device) for batch in own]
+        batches = self._batches(with_advantages(self._run, groups, self._routes))
         if self._entry.whole_step:
             credit = TokenAdvantages(self._algorithm, self._policy, self._reference, self.critic, self.ranks)
             batches = credit.assign(batches)
         for batch in batches if self._trains_policy else ():
             self._backward(batch)
+
+    def _batches(self, blocks: Sequence[Block]) -> list[PackedBatch]:
+        """This rank's, on its device."""
+        own = share(blocks, self._token_budget, self.ranks.share, self.ranks.shares, self.model.packing)
+        if self.ranks.context is not None:
+            own = [batch.shared(self.ranks.context) for batch in own]
+        return [batch.to(self.device) for batch in own]
 
     @property
     def _token_budget(self) -> int:
@@ -248,7 +252,7 @@ class Learner:
             return self._take_part(batch)
         output = self._policy(batch, entropy=self._algorithm.entropy > 0, tap=self.hidden)
         samples = Samples(batch.sample_L, len(batch.answers), (self.version - batch.version_L).clamp(min=0))
-        corrected = registry.correct(self._run.correction, output.logp_L, batch.behaviour_logp_L, samples)
+        corrected = self._correct(output.logp_L, batch, samples)
         tokens = Tokens(output.logp_L, corrected.proximal_logp_L, batch.advantage_L, samples)
         loss = self._entry.loss(self._algorithm, tokens)
         loss_L = corrected.weight_L * loss.loss_L
@@ -267,6 +271,11 @@ class Learner:
         self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples, aux)
+
+    def _correct(self, logp_L: Tensor, batch: PackedBatch, samples: Samples) -> Corrected:
+        if self._algorithm.on_data:
+            return of_data(logp_L)
+        return registry.correct(self._run.correction, logp_L, batch.behaviour_logp_L, samples)
 
     def _observe_routing(self, batch: PackedBatch, routing: Routing) -> Tensor | None:
         """What the load-balancing loss, if there is one, adds to the loss of the batch."""
@@ -444,6 +453,19 @@ class Learner:
             off_policy=self._off_policy,
             alarms=alarms(found),
         )
+
+    @torch.no_grad()
+    def loss(self, trajectories: Sequence[Trajectory]) -> float:
+        """Mean of - log pi over the sampled tokens, of which nothing is learned. Every rank makes the same call."""
+        groups = [Group(id=number, trajectories=(each,)) for number, each in enumerate(trajectories)]
+        own = 0.0
+        for batch in self._batches([block(group, [0.0]) for group in groups]):
+            logp_L = self._policy(batch).logp_L
+            if not batch.idle and self.ranks.reports:
+                own -= float(logp_L.sum(dtype=torch.float64))
+        self.settle()
+        total = sum(float(each) for each in self.ranks.exchange(repr(own).encode()))
+        return total / max(sum(each.sampled_tokens for each in trajectories), 1)
 
     def token_logprobs(self, batch: PackedBatch) -> Tensor:
         return self._policy(batch).logp_L

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config import Rollout, Run, Trainer
-from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp
+from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp, Supervised
 from asyncrl.config.trainer import Lora
 from asyncrl.errors import RankError, StorageError
 from asyncrl.models.collectives import RankGroup
@@ -65,6 +65,23 @@ def gradients(ranks: Ranks, folder: Path) -> None:
             learner.accumulate(groups[:2])
             learner.accumulate(groups[2:])
         _close(one, several, 1e-5)
+
+
+def on_data(ranks: Ranks, folder: Path) -> None:
+    """Supervised steps, and the loss of samples that nothing is learned from, before and after them; of one sample
+    there is work for one rank only."""
+    run = msgspec.structs.replace(RUN, algorithm=Supervised(), trainer=Trainer(lr=1e-3, token_budget=120))
+    for model in (TIED, EXPERTS):
+        one, several = _both(folder, ranks, run, model)
+        held_out = [trajectory for group in make_groups(3, 7) for trajectory in group.trajectories]
+        for seed in range(2):
+            for samples in (held_out, held_out[:1]):
+                assert one.loss(samples) == pytest.approx(several.loss(samples), abs=1e-5)
+            for learner in (one, several):
+                learner.accumulate(make_groups(3, seed))
+                assert learner.loss(held_out[:2]) > 0  # in the middle of a step
+            _close(one, several, 1e-5)
+            assert one.step().loss == pytest.approx(several.step().loss, abs=1e-5)
 
 
 def log_probs(ranks: Ranks, folder: Path) -> None:

@@ -22,6 +22,7 @@ SCENES = (
     rank_scenarios.log_probs,
     rank_scenarios.gradients,
     rank_scenarios.bf16_gradients,
+    rank_scenarios.on_data,
     rank_scenarios.algorithms,
     rank_scenarios.twenty_steps,
     rank_scenarios.resume,
@@ -32,6 +33,7 @@ SCENES = (
 EXPERT_SCENES = (
     rank_scenarios.expert_gradients,
     rank_scenarios.expert_steps,
+    rank_scenarios.on_data,
     rank_scenarios.expert_adapters,
     rank_scenarios.expert_publication,
     rank_scenarios.changed_tokens,

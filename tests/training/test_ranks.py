@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 SCENES = (
     rank_scenarios.gradients,
     rank_scenarios.bf16_gradients,
+    rank_scenarios.on_data,
     rank_scenarios.algorithms,
     rank_scenarios.twenty_steps,
     rank_scenarios.resume,
