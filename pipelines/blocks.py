@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from actors.fleet import Fleet
@@ -102,6 +103,11 @@ class Blocks:
         self._checkpoint: asyncio.Task[None] | None = None
 
     # The run as a whole
+
+    @property
+    def model_path(self) -> Path:
+        """The model that the run began with."""
+        return (self.run.model.directory or self.directory.model).resolve()
 
     @property
     def steps(self) -> Iterator[int]:
@@ -408,6 +414,19 @@ class Blocks:
         self._evaluated = steps_done
         if self._best is not None and steps_done:  # the first weights are in the model's own directory
             self._best.scored(steps_done, scores)
+
+    def is_evaluated(self, steps_done: int) -> bool:
+        """Whether an evaluation is due before the next step: by `evaluation.every`, and before the first."""
+        return not steps_done or self._evaluates_after(steps_done)
+
+    async def held_out_loss(self, samples: Sequence[Trajectory]) -> float | None:
+        """Of the trainer's weights, on samples of which nothing is learned."""
+        if not samples:
+            return None
+        begun = time.time()
+        loss = await self._unless_stopped(self.fleet.trainer.loss(list(samples)))
+        self.recorder.held_out_loss(self._done, begun, loss)
+        return loss
 
     async def _serve_newest(self) -> None:
         """Wait until engines have what was trained last."""

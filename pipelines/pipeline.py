@@ -120,12 +120,12 @@ class Pipeline:
 
         from pipelines.plan.plan import preflight
         from pipelines.plan.render import show
-        from pipelines.plan.trial import reward_trial
+        from pipelines.plan.trial import tried
 
         console = Console(highlight=False, markup=False)
         show(self.config, console)
         preflight(self.config)
-        for line in reward_trial(self.config):
+        for line in tried(self.config):
             console.print(line, soft_wrap=True)
 
     def run(self) -> Result:

@@ -40,7 +40,7 @@ from pipelines.compose import changed, from_yaml, to_yaml
 from pipelines.fleet import cluster_offer
 from pipelines.fleet.place import place
 from pipelines.plan import preflight
-from pipelines.plan.trial import reward_trial
+from pipelines.plan.trial import tried
 from pipelines.recording import earlier_settings, summary
 from pipelines.recording.notebook import make_progress
 from pipelines.recording.progress import Progress
@@ -84,11 +84,11 @@ def train(run: Run) -> int:
     """Train from the start; returns the exit code."""
     preflight(run)
     preflight(run, cluster_offer.look(run))  # a cluster is queried only for a run that is possible
-    tried = reward_trial(run)
+    told = tried(run)
     directory = RunDirectory.create(Path(run.root) / run.name)
     with directory.in_use():
         replace(directory.config, to_yaml(run).encode())
-        return _run(run, directory, resumed=False, say=tried)
+        return _run(run, directory, resumed=False, say=told)
 
 
 def resume(path: Path, overrides: Sequence[str] = ()) -> int:

@@ -31,7 +31,7 @@ from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
 
 DEFAULT_PIPELINE = "async_grpo"
-PIPELINES = (DEFAULT_PIPELINE,)
+PIPELINES = (DEFAULT_PIPELINE, "sft")
 """Ours, by name; `pipelines.registry` has their classes."""
 Backend = Literal["auto", "native", "transformers"]
 
@@ -99,8 +99,8 @@ ModelSource = Checkpoint | WarmStart
 class Rollout(RolloutPrecision, frozen=True):
     """How completions are generated."""
 
-    replicas: Positive = 1
-    """Engines; with `elastic.max` those that the run begins with."""
+    replicas: Natural = 1
+    """Engines; with `elastic.max` those that the run begins with. 0: none, for a pipeline that generates nothing."""
     group_size: Positive = 8
     max_tokens: Positive = 256
     temperature: NonNegative = 1.0
@@ -311,6 +311,11 @@ class Run(Settings, frozen=True):
         return self.rollout.replicas + self.evaluation.beside
 
     @property
+    def most_tokens(self) -> int:
+        """Of a completion, or of a whole example of a supervised start."""
+        return self.sft.max_length if self.sft.on else self.rollout.max_tokens
+
+    @property
     def samples_per_step(self) -> int:
         return self.flow.groups_per_step * self.rollout.group_size
 
@@ -408,6 +413,18 @@ def _check_pipeline(run: Run) -> None:
             f"pipeline={run.pipeline} does not exist: {did_you_mean(run.pipeline, PIPELINES)}, or name a class of your "
             "own: pipeline=path/to/file.py:Class"
         )
+    if run.pipeline not in PIPELINES:
+        return
+    supervised = run.pipeline == "sft"
+    if supervised != run.sft.on:
+        raise ConfigError(
+            "pipeline=sft has no examples: set sft.path to a file of them"
+            if supervised
+            else f"sft.path={run.sft.path} is for a supervised start: set pipeline=sft"
+        )
+    if bool(run.rollout.replicas) == supervised:
+        way_out = "0, since nothing is generated" if supervised else "1 or more, or nobody generates"
+        raise ConfigError(f"rollout.replicas={run.rollout.replicas} with pipeline={run.pipeline}: set {way_out}")
 
 
 def _check_evaluation(run: Run) -> None:

@@ -24,7 +24,7 @@ class Described(Protocol):
     """What failures tell of whoever was called: a function of the user's (`Called`), or a judge."""
 
     @property
-    def RETURNS(self) -> str: ...
+    def returns(self) -> str: ...
     @property
     def field(self) -> str: ...
     @property
@@ -101,7 +101,7 @@ def explain(settings: Described, failure: FunctionFailure, how_often: str) -> st
     """The failure in one sentence, and below it the call and what is expected."""
     rows = [("in the line", failure.source)] if failure.source else []
     rows += [("called with", f"{name} = {value}") for name, value in failure.arguments.items()]
-    rows += [("expected", settings.expected), ("to return", settings.RETURNS)]
+    rows += [("expected", settings.expected), ("to return", settings.returns)]
     shown = [f"  {'' if i and rows[i - 1][0] == label else label:14}{text}" for i, (label, text) in enumerate(rows)]
     return "\n".join([f"{settings.field}={settings.value}: {failure.message}; {how_often}", *shown])
 

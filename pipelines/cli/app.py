@@ -104,7 +104,7 @@ def _plan(options: argparse.Namespace) -> int:
     from pipelines.compose import compose, to_yaml
     from pipelines.plan.plan import preflight
     from pipelines.plan.render import show
-    from pipelines.plan.trial import reward_trial
+    from pipelines.plan.trial import tried
 
     run = compose(options.overrides)
     if options.config:
@@ -120,7 +120,7 @@ def _plan(options: argparse.Namespace) -> int:
         pace = simulate.pace(run, profile=options.profile, from_run=options.from_run)
     show(run, console, offer, pace)
     preflight(run, offer)
-    for line in reward_trial(run):
+    for line in tried(run):
         console.print(line, soft_wrap=True)
     console.print(f"nothing stands in its way: asyncrl run {' '.join(options.overrides)}", soft_wrap=True)
     return 0

@@ -78,7 +78,7 @@ def settled(run: Run, offer: Offer) -> Run:
     """The run with what the cluster decides: between machines weights travel by file, and between cards of one machine
     through its memory, unless the run says how."""
     wanted = demands(run, offer)
-    apart = any(wanted[role].gpus >= 1 for role in ("trainer", "rollout"))
+    apart = any(wanted[role].gpus >= 1 for role in ("trainer", "rollout") if role in wanted)
     if run.weights.transport != "auto" or not (apart or spans_machines(offer)):
         return run
     transport = "file" if spans_machines(offer) else "shared_memory"

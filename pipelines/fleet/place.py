@@ -44,7 +44,9 @@ async def place(
         at = Resources(near="driver").of(wanted["gateway"])
         gateway = await spawner.spawn("gateway", at, GatewayActor, run, model_path)
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
-    engine = Resources(restarts=run.recovery.max_restarts).of(wanted["rollout"])
+    engine = Resources(restarts=run.recovery.max_restarts)
+    if "rollout" in wanted:
+        engine = engine.of(wanted["rollout"])
 
     taught = drafter if run.drafter.from_rollouts else None
 

@@ -156,8 +156,9 @@ def model_config(run: Run) -> ModelConfig:
 
 
 def longest_prompt(run: Run) -> int:
-    """Tokens of the longest prompt: exact for chains, else among the first that the run will ask."""
-    return longest(run)[0]
+    """Tokens of the longest prompt: exact for chains, else among the first that the run will ask. An example of a
+    supervised start counts as a whole, without one."""
+    return 0 if run.sft.on else longest(run)[0]
 
 
 def longest(run: Run) -> tuple[int, Prompt]:
@@ -184,7 +185,7 @@ def _prompts(run: Run) -> list[Prompt]:
 
 def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     """`prompt` is the length of the longest, in tokens."""
-    count, longest = parameters(model), prompt + run.rollout.max_tokens
+    count, longest = parameters(model), prompt + run.most_tokens
     precision, wide = run.rollout.precision, run.engine.carrier(run.rollout.precision)
     # Only our simulation, on a CPU, holds FP8's numbers as floats.
     held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
@@ -237,7 +238,7 @@ def _largest_batch(run: Run, prompt: int) -> Batch:
     of transformers have a prompt for each completion, and are estimated in any case. Ranks that share a batch have as
     many times the budget, and each its part."""
     context = run.trainer.context_parallel
-    answer, budget = run.rollout.max_tokens, context * run.trainer.token_budget
+    answer, budget = run.most_tokens, context * run.trainer.token_budget
     together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
     block = prompt + together * answer
     everything = run.samples_per_step // run.rollout.group_size * (prompt + run.rollout.group_size * answer)

@@ -184,8 +184,8 @@ def _model(run: Run) -> Iterator[str]:
     except CheckpointError as error:
         yield f"model: {error}" if run.model.directory is None else f"model.path={run.model.directory}: {error}"
         return
-    whole = prompt + run.rollout.max_tokens
-    if (limit := run.engine.length_limit) is not None and whole > limit:
+    whole = prompt + run.most_tokens
+    if run.engines and (limit := run.engine.length_limit) is not None and whole > limit:
         yield (
             f"engine.max_length={limit} is less than the longest prompt with rollout.max_tokens="
             f"{run.rollout.max_tokens}: set engine.max_length={whole}, or lower rollout.max_tokens{_named(run)}"

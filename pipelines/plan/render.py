@@ -64,16 +64,17 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
     form = "as adapters" if published_adapters(run) else f"in {run.engine.carrier(run.rollout.precision)}"
     console.print(
         f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published {form}; "
-        f"longest prompt with its completion {prompt + run.rollout.max_tokens} tokens"
+        f"{'longest example, at most' if run.sft.on else 'longest prompt with its completion'} {prompt + run.most_tokens} tokens"
     )
-    if run.engine.has_model:
+    if run.engine.has_model and run.engines:
         console.print(why_engine(run))
     if model.backend == "transformers":
         console.print(f"trained with {described(model)}; its memory is an estimate")
     _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
     if offer is not None:
         _show_placement(run, offer, console)
-    console.print(_precisions(run, model, required))
+    if run.engines:
+        console.print(_precisions(run, model, required))
     console.print(
         f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk "
         f"{_checkpoints(run, required)} and at most {size(run.steps * required.trajectories)} of trajectories"
@@ -109,9 +110,10 @@ def arithmetic(run: Run) -> str:
 def _show_graph(
     run: Run, required: Needs, wanted: Mapping[str, Demand], moves: Traffic, pace: Rates | None, console: Console
 ) -> None:
-    back = ("weights", size(moves.to_engines), moves.per)
+    back = ("weights", size(moves.to_engines), moves.per) if run.engines else ("slots", "return", "")
     lines = draw(boxes(run, required, wanted, moves), back)
-    picture = "\n".join([f"prompts ({run.task.kind})", "   ▼", *lines])
+    source = f"examples ({run.sft.path})" if run.sft.on else f"prompts ({run.task.kind})"
+    picture = "\n".join([source, "   ▼", *lines])
     console.print(picture.translate(ASCII) if console.options.ascii_only else picture, soft_wrap=True)
     if pace is None:
         console.print(
@@ -205,6 +207,8 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
             [_takes("trainer", wanted), *_degrees(run), f"memory at most about {size(required.trainer)}: {optimizer}"],
         ),
     ]
+    if not run.engines:
+        found = found[2:]
     if "drafter" in wanted:
         found[-1] = found[-1]._replace(edge="hidden states of the trained samples")
         found.append(Box("drafter x 1", [_takes("drafter", wanted), "its heads go to every engine"]))

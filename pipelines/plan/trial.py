@@ -1,4 +1,4 @@
-"""The reward and its judge, called on real prompts before anything expensive starts."""
+"""What is tried before anything expensive starts: the reward, or the examples of a supervised start."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,6 +12,21 @@ from pipelines.supervision.thread_runner import in_a_loop, run_in_thread
 
 PROMPTS = 8
 """Most that are tried: one on which the function does not fail is enough."""
+
+
+def _examples(run: Run) -> list[str]:
+    """What a supervised start is to be trained on; ConfigError if a row is wrong. A model that is made with the run
+    has no tokenizer yet: then the run itself says so."""
+    if (directory := run.model.directory) is None:
+        return []
+    from asyncrl.supervised.examples import load_examples
+
+    return load_examples(run, directory).told()
+
+
+def tried(run: Run) -> list[str]:
+    """What is said of it before a run; ConfigError if it fails."""
+    return _examples(run) if run.sft.on else reward_trial(run)
 
 
 def reward_trial(run: Run) -> list[str]:

@@ -65,14 +65,24 @@ class Progress:
             self.say("  ".join(f"{name} {value}" for name, value in figures.items()))
         self._previous = row
 
+    def _learned(self, row: dict[str, Any]) -> dict[str, str]:
+        if self._run.algorithm.on_data:
+            return {"loss": f"{row['loss']:.4f}"}
+        held_out = f"{self._scores[max(self._scores)].sampled:.3f}" if self._scores else "-"
+        return {"reward": f"{row['reward']:.3f}", "held-out": held_out}
+
+    def _tokens(self, row: dict[str, Any], before: dict[str, Any]) -> int:
+        """Trained on where none are generated."""
+        on_data = self._run.algorithm.on_data
+        return row["tokens"] if on_data else row["generated_tokens"] - before["generated_tokens"]
+
     def _figures(self, row: dict[str, Any]) -> dict[str, str]:
         before = self._previous or {"loop_seconds": 0.0, "generated_tokens": 0}
         seconds = max(row["loop_seconds"] - before["loop_seconds"], 1e-6)
         figures = {
             "step": f"{row['step'] + 1}/{self._run.steps}",
-            "reward": f"{row['reward']:.3f}",
-            "held-out": f"{self._scores[max(self._scores)].sampled:.3f}" if self._scores else "-",
-            "tokens/s": f"{(row['generated_tokens'] - before['generated_tokens']) / seconds:,.0f}",
+            **self._learned(row),
+            "tokens/s": f"{self._tokens(row, before) / seconds:,.0f}",
             "samples/s": f"{row['samples'] / seconds:.0f}",
             "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
             **self._pace(row),

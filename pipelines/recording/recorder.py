@@ -208,6 +208,13 @@ class Recorder:
         self._progress.evaluation(steps_done, scores)
         self._trackers.evaluation(steps_done, self.evaluations[steps_done])
 
+    def held_out_loss(self, steps_done: int, start: float, loss: float) -> None:
+        """Of a supervised start."""
+        self.span("held_out_loss", start, step=steps_done, loss=loss)
+        self._loop_started += time.time() - start
+        self._trackers.evaluation(steps_done, {"loss": loss})
+        self._say(f"held-out loss after step {steps_done}: {loss:.4f}")
+
     def evaluation_left_out(self, steps_done: int, reason: str) -> None:
         self.event("evaluation_left_out", step=steps_done, reason=reason)
         self._say(escape(f"the evaluation after step {steps_done} is left out: {reason}"))
