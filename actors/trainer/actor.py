@@ -152,7 +152,7 @@ class TrainerActor:
             seconds=time.perf_counter() - begun,
             rewards=tuple(t.reward for t in trajectories),
             parts=tuple(t.parts for t in trajectories if t.parts),
-            staleness=tuple(max(0, self._learner.version - t.oldest_version) for t in trajectories),
+            staleness=tuple(self._learner.age(t) for t in trajectories),
             lengths=tuple(t.sampled_tokens for t in trajectories),
             played=played(trajectories),
             incomplete_groups=sum(len(group.trajectories) < self._run.rollout.group_size for group in groups),

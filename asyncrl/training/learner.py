@@ -204,6 +204,10 @@ class Learner:
         else:
             self._learn(groups)
 
+    def age(self, trajectory: Trajectory) -> int:
+        """Versions between the weights that sampled its oldest token and those that are trained; data has none."""
+        return 0 if self._algorithm.on_data else max(0, self.version - trajectory.oldest_version)
+
     def _compare_samples(self, groups: Sequence[Group]) -> None:
         """RankError, on every rank, unless all have the same: else some would wait for what others never compute."""
         checksum = 0
@@ -251,7 +255,8 @@ class Learner:
         if batch.idle:
             return self._take_part(batch)
         output = self._policy(batch, entropy=self._algorithm.entropy > 0, tap=self.hidden)
-        samples = Samples(batch.sample_L, len(batch.answers), (self.version - batch.version_L).clamp(min=0))
+        age_L = (self.version - batch.version_L).clamp(min=0) * (not self._algorithm.on_data)
+        samples = Samples(batch.sample_L, len(batch.answers), age_L)
         corrected = self._correct(output.logp_L, batch, samples)
         tokens = Tokens(output.logp_L, corrected.proximal_logp_L, batch.advantage_L, samples)
         loss = self._entry.loss(self._algorithm, tokens)

@@ -77,6 +77,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).write_text(code)
     prompts = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(8)]
     (place / "prompts.jsonl").write_text("".join(prompts))
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    chats = [json.dumps({"messages": turns * (1 + n)}) + "\n" for n in range(8)]
+    (place / "chats.jsonl").write_text("".join(chats))
     tests = [{"stdin": "1 2", "stdout": "3"}]
     problems = [json.dumps({"prompt": f"Print the sum, case {n}.", "tests": tests}) + "\n" for n in range(60)]
     (place / "problems.jsonl").write_text("".join(problems))
@@ -161,6 +164,8 @@ def _local(settings: Sequence[str]) -> list[str]:
         own += ["model=checkpoint", f"model.path={Path('small').resolve()}"]
     if "name" not in names:
         own.append(f"name=shown-{len(list(Path('runs').iterdir()))}")
+    if "pipeline=sft" in own:
+        names.add("rollout.group_size")  # an example is a group of its own
     if "experiment=one_gpu_8b" in own:
         names.add("trainer.device")  # a CPU has nothing to offload from
     short = [word for word in SHORT if word.partition("=")[0] not in names]

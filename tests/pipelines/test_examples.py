@@ -131,3 +131,18 @@ def test_own_run(tmp_path: Path, model: Path):
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["samples_trained"]) == ("ok", 4, 64)
     assert summary["staleness_max"] <= 1
+
+
+def test_own_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that reinforces begins with the weights that the supervised one ends with."""
+    monkeypatch.chdir(tmp_path)
+    own = runpy.run_path(str(EXAMPLES / "own_chats.py"))
+    chats = own["made"](Path("own_chats.jsonl"), 40)
+    model = own["start"](chats, steps=4)
+    own["reinforce"](model, steps=1)
+    trained = list(read_run(Path("runs/chats/trajectories")))
+    assert len({t.prompt for t in trained}) > 30, "each chat comes once in an epoch"
+    assert all(t.engine == "data" and sum(s.version != GIVEN for s in t.segments) == 2 for t in trained)
+    assert (model / "tokenizer.json").is_file()
+    summaries = [json.loads(Path("runs", name, "summary.json").read_text()) for name in ("chats", "reinforced")]
+    assert [(each["status"], each["steps"]) for each in summaries] == [("ok", 4), ("ok", 1)]

@@ -257,6 +257,8 @@ def test_nothing_is_derived_from_log_probabilities_that_nobody_sampled(model_pat
         assert report.figures["mismatch_kl"] == report.figures["drift"] == report.figures["rejected_samples"] == 0
         assert report.figures["ess"] == report.figures["lr_scale"] == 1
         assert report.figures["momentum"] == Run().trainer.beta1, "data is not late"
+        assert [share.value for share in report.shares if share.by == "age"] == ["0"]
+        assert trained.age(groups(found)[0].trajectories[0]) == 0
         reports.append(report)
     assert reports[0] == reports[1]
 
