@@ -28,7 +28,7 @@ ON_DISK = {
     "timeout", "stale", "uninformative", "group_incomplete", "engine_error", "unverified",
     "reward_error", "reward_timeout", "reward_invalid",
     "environment_error", "environment_timeout", "environment_invalid",
-    "agent_error", "agent_timeout", "agent_invalid",
+    "agent_error", "agent_timeout", "agent_invalid", "teacher_error",
     "stage_error", "stage_timeout", "stage_invalid", "stage",
 }  # fmt: skip
 """As directories of earlier releases hold them."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.algorithms import losses, registry
+from asyncrl.algorithms.advantages import towards_teacher
 from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Caution, Corrected
 from asyncrl.config import Run
@@ -62,7 +63,7 @@ from asyncrl.weights.gather import OneRank, Source
 
 log = logging.getLogger(__name__)
 
-MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch", "router_aux_loss")
+MEANS = ("entropy", "reference_kl", "teacher_kl", "outside_support", "route_mismatch", "router_aux_loss")
 """Sums over tokens that a report has the mean of, where there are any."""
 
 
@@ -249,7 +250,8 @@ class Learner:
         output = self._policy(batch, entropy=self._algorithm.entropy > 0, tap=self.hidden)
         samples = Samples(batch.sample_L, len(batch.answers), (self.version - batch.version_L).clamp(min=0))
         corrected = registry.correct(self._run.correction, output.logp_L, batch.behaviour_logp_L, samples)
-        tokens = Tokens(output.logp_L, corrected.proximal_logp_L, batch.advantage_L, samples)
+        advantage_L = self._advantages(batch, output.logp_L.detach())
+        tokens = Tokens(output.logp_L, corrected.proximal_logp_L, advantage_L, samples)
         loss = self._entry.loss(self._algorithm, tokens)
         loss_L = corrected.weight_L * loss.loss_L
         if self._reference is not None and self._algorithm.kl.placement == "loss":
@@ -264,9 +266,16 @@ class Learner:
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
         aux = self._observe_routing(batch, output.routing) if output.routing is not None else None
-        self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
+        self._add(loss.sums | {"informative": (samples.max(advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples, aux)
+
+    def _advantages(self, batch: PackedBatch, logp_L: Tensor) -> Tensor:
+        """With teachers, of each token by what they and the policy of this moment think of it: a sample may be old."""
+        if batch.teacher_logp_L is None:
+            return batch.advantage_L
+        self._add({"teacher_kl": (logp_L - batch.teacher_logp_L).sum()})
+        return towards_teacher(self._run.distill, batch.advantage_L, logp_L, batch.teacher_logp_L)
 
     def _observe_routing(self, batch: PackedBatch, routing: Routing) -> Tensor | None:
         """What the load-balancing loss, if there is one, adds to the loss of the batch."""

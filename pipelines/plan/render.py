@@ -145,7 +145,8 @@ def _show_card(run: Run, required: Needs, console: Console) -> None:
     console.print(
         f"GPU: {size(found.total)}; trainer at most about {size(found.trainer)}, of which {size(required.training)} "
         f"for training ({_activations(required)}); engines "
-        f"{size(found.engines)}; {size(found.total - found.trainer - found.engines)} left"
+        f"{size(found.engines)}; {f'teachers {size(found.teachers)}; ' if found.teachers else ''}"
+        f"{size(found.total - found.trainer - found.engines - found.teachers)} left"
     )
     if found.trainer and found.engines:
         console.print(
@@ -192,7 +193,11 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
         ),
         Box(
             f"reward x 1, with {run.reward.workers} worker{'s' * (run.reward.workers > 1)}",
-            [run.reward.function, *(f"then {stage.function}" for stage in stages(run.stages))],
+            [
+                run.reward.function,
+                *(f"then {stage.function}" for stage in stages(run.stages)),
+                *(f"at the same time teacher {teacher.path}" for teacher in run.teachers),
+            ],
             f"trajectories, {traffic.words(traffic.to_buffer)} {per}",
         ),
         Box(

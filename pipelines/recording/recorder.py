@@ -124,6 +124,7 @@ class Recorder:
             "engines": _engines(engines),
             **_drafting(stats),
             **{f"reward_{name}": value for name, value in msgspec.structs.asdict(await fleet.reward.stats()).items()},
+            **await _teaching(fleet),
             "resident_bytes": self._memory(),
             "drafter": msgspec.to_builtins(fleet.drafter.status) if fleet.drafter is not None else None,
             "in_flight": ledger.in_flight,
@@ -307,6 +308,12 @@ def _trained(done: Sequence[Accumulated]) -> Row:
         "first_work": min(part.started for part in done),
         "first_wave_finished": max(part.first_wave_finished for part in done),
     }
+
+
+async def _teaching(fleet: Fleet) -> Row:
+    """What the teachers of a distillation have done so far, together."""
+    stats = [msgspec.structs.asdict(await teacher.stats()) for teacher in fleet.teachers]
+    return {f"teacher_{name}": sum(each[name] for each in stats) for name in (stats[0] if stats else ())}
 
 
 def _engines(stats: Mapping[str, EngineStats]) -> Row:
