@@ -21,8 +21,8 @@ from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Segment, Slot, Ticket
 
 T = TypeVar("T")
-BYTES_PER_TOKEN = 12
-"""Token id, log-probability and version."""
+BYTES_PER_TOKEN, BYTES_OF_TEACHERS = 12, 4
+"""Token id, log-probability and version; and what teachers say of it."""
 BEGUN = 256
 """Completions whose progress is kept before the first search for those that have ended."""
 OVERHEAD_BYTES = 2048
@@ -50,6 +50,7 @@ class BufferActor:
         self, run: Run, directory: Path, restore_step: int | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         """`restore_step`: optimizer steps in the checkpoint that is resumed from; None begins in an empty directory."""
+        token = BYTES_PER_TOKEN + BYTES_OF_TEACHERS * bool(run.teachers)
         self._store = TrajectoryBuffer(
             directory,
             run.name,
@@ -60,7 +61,7 @@ class BufferActor:
             group_timeout_s=run.flow.group_timeout_s,
             total_steps=run.steps,
             restore_step=restore_step,
-            sample_bytes=BYTES_PER_TOKEN * run.rollout.max_tokens + OVERHEAD_BYTES,
+            sample_bytes=token * run.rollout.max_tokens + OVERHEAD_BYTES,
             max_ready=ReadyWindow(run).groups,
             drop_uninformative=run.algorithm.dynamic_sampling,
             incomplete_min=run.flow.incomplete_min if run.flow.incomplete == "train_rest" else 0,

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from actors.publisher import DrafterLink, Publisher
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
 from actors.runtime.health_probe import probe
+from actors.teacher import TeacherActor
 from actors.trainer.actor import TrainerActor
 from actors.trainer.group import ranks_of
 from asyncrl.errors import ActorError
@@ -42,31 +43,38 @@ class Fleet:
     drafter: DrafterLink | None = None
     gateway: GatewayActor | None = None
     """Of a run of an agent."""
+    teachers: tuple[TeacherActor, ...] = ()
+    """Of a distillation."""
 
     @property
     def unique(self) -> dict[str, object]:
-        """By role, those of which a run has one and cannot do without."""
+        """By role, those that a run cannot do without."""
         gateway = {"gateway": self.gateway} if self.gateway is not None else {}
-        return {"buffer": self.buffer, "reward": self.reward, **gateway}
+        return {"buffer": self.buffer, "reward": self.reward, **gateway, **named(self.teachers)}
 
     @property
-    def callers(self) -> list[RewardActor | GatewayActor]:
-        """Those that call the user's functions."""
-        return [self.reward] if self.gateway is None else [self.reward, self.gateway]
+    def callers(self) -> list[RewardActor | GatewayActor | TeacherActor]:
+        """Those that may fail on single samples: they call the user's functions, or the user's models."""
+        gateway = [] if self.gateway is None else [self.gateway]
+        return [self.reward, *gateway, *self.teachers]
 
     async def close(self) -> tuple[LedgerCounts | None, dict[str, int]]:
         """Close every actor but engines that are known to be dead or hung; the cluster ends those that do not. Returns
         the buffer's last sums.
 
-        Engines are first: to those a reward that is closed would be one that fails, and their samples lost. The buffer
-        is last: the others may still have something for it.
+        Engines are first: to those a reward or teacher that is closed would be one that fails, and their samples lost.
+        The buffer is last: the others may still have something for it.
         """
         drafters = [self.drafter] if self.drafter is not None else []
         gateways = [self.gateway] if self.gateway is not None else []
         engines = [self.state.handles[name] for name in self.state.participants]
-        for together in (engines, [self.reward, *gateways, *drafters, self.trainer]):
+        for together in (engines, [self.reward, *self.teachers, *gateways, *drafters, self.trainer]):
             await asyncio.gather(*(close_actor(actor.close()) for actor in together))
         return await close_actor(self.buffer.close()) or (None, {})
+
+
+def named(teachers: Sequence[TeacherActor]) -> dict[str, TeacherActor]:
+    return {f"teacher-{number}": teacher for number, teacher in enumerate(teachers)}
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class DropReason(StrEnum):
     AGENT_ERROR = "agent_error"
     AGENT_TIMEOUT = "agent_timeout"
     AGENT_INVALID = "agent_invalid"
+    TEACHER_ERROR = "teacher_error"
     STAGE_ERROR = "stage_error"
     STAGE_TIMEOUT = "stage_timeout"
     STAGE_INVALID = "stage_invalid"
@@ -157,6 +158,11 @@ DESCRIPTIONS: Mapping[DropReason, Description] = {
         "the agent gave no result",
         "the harness returned something that is no result, or sampled nothing",
         "fix the harness: `asyncrl query RUN failures` shows the first invalid value",
+    ),
+    DropReason.TEACHER_ERROR: Description(
+        "a teacher failed",
+        "a teacher could not compute the log-probabilities of the sample, or they were not finite",
+        "read the first error: `asyncrl query RUN failures` shows it",
     ),
     DropReason.STAGE_ERROR: Description(
         "a stage failed",

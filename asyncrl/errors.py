@@ -34,6 +34,10 @@ class RouteError(AsyncRLError, ValueError):
     """A sample lacks the routes that are to be replayed, or they are not those of its tokens; the message names it."""
 
 
+class DistillationError(AsyncRLError, ValueError):
+    """A sample lacks what its teachers should have said of it; the message names it."""
+
+
 class CorruptSegmentError(AsyncRLError, OSError):
     """A sealed buffer segment failed its checksum; the message names file and offset."""
 

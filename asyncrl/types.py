@@ -209,6 +209,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What the reward is made of, where its function says so."""
     episode: Episode | None = None
     """Of a harness."""
+    teacher_logprob_bytes: bytes = b""
+    """Of a distillation: log-probability of each sampled token under its teachers, their weighted mean."""
 
     @property
     def tokens(self) -> Ints:
@@ -224,6 +226,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Behaviour log-probability of each token, 0 where it was given."""
         parts = [s.logprobs if s.version != GIVEN else np.zeros(len(s), np.float32) for s in self.segments]
         return np.concatenate(parts)
+
+    @property
+    def teacher_logprobs(self) -> Floats:
+        """Of the sampled tokens; empty without a teacher."""
+        return np.frombuffer(self.teacher_logprob_bytes, dtype=np.float32)
 
     @property
     def route_bytes(self) -> bytes:

@@ -67,7 +67,7 @@ def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, hel
     With `out`, that directory is filled like a run's: config.yaml, metrics.parquet, summary.json and model/.
     """
     source = RunDirectory.open(path)
-    allowed = ("algorithm", "correction", "trainer")
+    allowed = ("algorithm", "correction", "trainer", "distill")
     settings = {first: changed(run, overrides, allowed=allowed) for first, run in earlier_settings.by_step(source)}
     run = settings[max(settings)]
     chosen = choose(source.checkpoints)

@@ -29,7 +29,7 @@ ON_DISK = {
     "reward_error", "reward_timeout", "reward_invalid",
     "judge_error", "judge_timeout", "judge_invalid", "judge_budget",
     "environment_error", "environment_timeout", "environment_invalid",
-    "agent_error", "agent_timeout", "agent_invalid",
+    "agent_error", "agent_timeout", "agent_invalid", "teacher_error",
     "stage_error", "stage_timeout", "stage_invalid", "stage",
 }  # fmt: skip
 """As directories of earlier releases hold them."""

@@ -23,6 +23,7 @@ from actors.rollout.delivery import DeliveryQueue, ProgressReporter
 from actors.rollout.episodes import EpisodePlayer
 from actors.rollout.generation import Completion, CompletionGenerator, TokenizedPrompt, batches, tokenize
 from actors.rollout.quarantine import Quarantine
+from actors.teacher import TeacherActor, Teachers
 from asyncrl.config import Run
 from asyncrl.config.precision import served_precision
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -75,9 +76,10 @@ class RolloutActor:
         drafter: DrafterActor | None = None,
         learned: Sequence[Range] = (),
         gateway: GatewayActor | None = None,
+        teachers: Sequence[TeacherActor] = (),
     ) -> None:
         """`drafter` gets hidden states of some samples; `learned`: what an earlier engine learned about drafting;
-        `gateway`: who plays episodes, in a run of an agent."""
+        `gateway`: who plays episodes, in a run of an agent; `teachers`: those of the run, in its order."""
         self._run = run
         self._name = name
         self._buffer = buffer
@@ -90,9 +92,10 @@ class RolloutActor:
         self._delivery = DeliveryQueue(
             buffer,
             reward,
-            lambda slot: self._activity.stage(slot, "append"),
+            lambda slot, stage: self._activity.stage(slot, stage),
             gather_seconds(engines),
             staged=bool(run.stages),
+            teachers=Teachers(run.teachers, teachers) if teachers else None,
         )
         self._gateway = gateway
         self._progress = ProgressReporter(buffer.note if gateway is None else gateway.note, engines)

@@ -5,11 +5,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from actors.runtime.background import retrieve_exception
+from actors.teacher import Judgement, Teachers
 from asyncrl.data.arrow import encode
 from asyncrl.fleet.concurrency import GATHER_SECONDS
+from asyncrl.observe.diagnosis.snapshot import Stage
 from asyncrl.types import Segment, Slot, Trajectory
 from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult
 from asyncrl.user_code.score import Score, rewarded
@@ -28,15 +32,16 @@ class DeliveryQueue:
         self,
         buffer: BufferActor,
         reward: RewardActor,
-        scored: Callable[[Slot], None],
+        stage: Callable[[Slot, Stage], None],
         gather_s: float = GATHER_SECONDS,
         *,
         staged: bool = False,
+        teachers: Teachers | None = None,
     ) -> None:
-        """`scored` is told of each answer that has its reward and now goes into the buffer; `staged`: by way of the
-        user's stages."""
-        self._buffer, self._reward, self._scored, self._gather_s = buffer, reward, scored, gather_s
-        self._staged = staged
+        """`stage` is told of each answer that has its reward and waits for a teacher, or goes into the buffer.
+        `staged`: by way of the user's stages; `teachers` judge at the same time."""
+        self._buffer, self._reward, self._stage, self._gather_s = buffer, reward, stage, gather_s
+        self._staged, self._teachers = staged, teachers
         self._waiting: list[_Finished] = []
         self._flushing: asyncio.Task[None]
         self._ready: list[bytes] = []
@@ -67,20 +72,36 @@ class DeliveryQueue:
         await self._flush(batch)
 
     async def _flush(self, batch: Sequence["_Finished"]) -> None:
-        results = await self._score(batch)
+        results, judgements = await asyncio.gather(self._rewards(batch), self._judge(batch))
         if self.closed:
             return
-        if self._staged:
-            results = await self._pass_stages(batch, results)
         payloads: list[bytes] = []
-        for result, (_, trajectory, _) in zip(results, batch, strict=True):
-            self._scored(trajectory.slot)
+        for result, judgement, (_, trajectory, _) in zip(results, judgements, batch, strict=True):
+            self._stage(trajectory.slot, "append")
             if isinstance(result, RewardFailure):
                 await self._buffer.fail(trajectory.slot, result.reason, trajectory.sampled_tokens)
+            elif isinstance(judgement, RewardFailure):
+                await self._buffer.fail(trajectory.slot, judgement.reason, trajectory.sampled_tokens)
             else:
-                payloads.append(encode(rewarded(trajectory, result)))
+                taught = msgspec.structs.replace(trajectory, teacher_logprob_bytes=judgement)
+                payloads.append(encode(rewarded(taught, result)))
         if payloads:
             await self._store(payloads)
+
+    async def _rewards(self, batch: Sequence["_Finished"]) -> list[RewardResult]:
+        results = await self._score(batch)
+        if self._staged and not self.closed:
+            results = await self._pass_stages(batch, results)
+        if self._teachers is not None:
+            for _, trajectory, _ in batch:
+                self._stage(trajectory.slot, "teacher")
+        return results
+
+    async def _judge(self, batch: Sequence["_Finished"]) -> list[Judgement]:
+        """What the teachers say, if there are any."""
+        if self._teachers is None:
+            return [b""] * len(batch)
+        return await self._teachers.judge([trajectory for _, trajectory, _ in batch])
 
     async def _score(self, batch: Sequence["_Finished"]) -> list[RewardResult]:
         unscored = [each.judged for each in batch if each.score is None]

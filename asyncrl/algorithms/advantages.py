@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmBase, Cispo, CustomAlgorithm, Grpo, Gspo, Overlong, ReinforcePp
+from asyncrl.config.distillation import Distillation
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import calling, load_function
 
@@ -164,6 +165,12 @@ def gae(reward_L: Tensor, value_L: Tensor, lengths: Sequence[int], discount: flo
             advantage[t], following = carried, value[t]
         end += length
     return torch.tensor(advantage, dtype=value_L.dtype, device=value_L.device)
+
+
+def towards_teacher(settings: Distillation, advantage_L: Tensor, logp_L: Tensor, teacher_logp_L: Tensor) -> Tensor:
+    """A'_t = reward A_t + coefficient (log p_teacher(t) - log pi(t)), of any algorithm: on tokens of pi the expected
+    gradient of the second term is that of - KL(pi || teacher) at each token, what comes after it left out."""
+    return settings.reward * advantage_L + settings.coefficient * (teacher_logp_L - logp_L)
 
 
 def whitened(parts: Sequence[Tensor]) -> list[Tensor]:

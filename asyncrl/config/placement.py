@@ -15,8 +15,8 @@ class Role(Settings, frozen=True):
     cpus: NonNegative | Auto = "auto"
     """`auto` is 1 for those who compute and 0 for those who only hand things on."""
     gpus: NonNegative | Auto = "auto"
-    """`auto`: on a cluster with several GPUs each rank of the trainer and each engine has its own, an engine as many as
-    `engine.tensor_parallel`; on one machine they share the card."""
+    """`auto`: on a cluster with several GPUs each rank of the trainer, each teacher and each engine has its own, an
+    engine as many as `engine.tensor_parallel`; on one machine they share the card."""
     resources: dict[str, AboveZero] = msgspec.field(default_factory=dict[str, float])
     """Custom resources of Ray, by name: `placement.rollout.resources.rollout_slot=1`."""
 
@@ -31,6 +31,8 @@ class Placement(Settings, frozen=True):
     gateway: Role = Role()
     """Of a run of an agent."""
     drafter: Role = Role()
+    teacher: Role = Role()
+    """Of each of `teachers`."""
     wait_s: NonNegative = 0.0
     """For a cluster to bring what it lacks at the start. 0 refuses what it cannot be known to bring: the limits of an
     autoscaler are known from the file that `ray up` leaves on the head node."""

@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo, Importance
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.config.distillation import Distillation, Teacher, check_distillation
 from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import EngineSettings, NativeEngine
 from asyncrl.config.errors import did_you_mean, explain, unknown_keys
@@ -279,6 +280,9 @@ class Run(Settings, frozen=True):
     agent: Agent = Agent()
     stages: Stages = ()
     """Filters and judges between the reward and the buffer, in this order."""
+    teachers: tuple[Teacher, ...] = ()
+    """Models whose log-probabilities of the sampled tokens are learned from; with them a run is a distillation."""
+    distill: Distillation = Distillation()
     rollout: Rollout = Rollout()
     elastic: Elastic = Elastic()
     concurrency: Concurrency = Concurrency()
@@ -314,6 +318,11 @@ class Run(Settings, frozen=True):
     def most_tokens(self) -> int:
         """Of a completion, or of a whole example of a supervised start."""
         return self.sft.max_length if self.sft.on else self.rollout.max_tokens
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards teach anything; in a pure distillation they are only recorded."""
+        return not self.teachers or self.distill.reward > 0
 
     @property
     def samples_per_step(self) -> int:
@@ -396,6 +405,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
     check_judge(run)
     check_environment(run)
     check_agent(run)
+    check_distillation(run)
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     run.task.check(run)
@@ -459,7 +469,7 @@ def _check_incomplete(run: Run) -> None:
             f"flow.incomplete_min={least} is more than rollout.group_size={size}, so every group that lacks a sample "
             f"would be dropped; lower flow.incomplete_min, or set flow.incomplete=drop"
         )
-    if least < 2 and run.algorithm.compares_within_group:
+    if least < 2 and run.algorithm.compares_within_group and run.learns_from_rewards:
         raise ConfigError(
             f"flow.incomplete_min={least} leaves algorithm={run.algorithm.kind} groups of one sample, with nothing to "
             "compare it with; set flow.incomplete_min=2 or more"
@@ -480,7 +490,13 @@ def _check_signal(run: Run) -> None:
             "rollout.top_k=1 always takes the likeliest token, which then has probability 1: nothing can be learned "
             "from it; set rollout.top_k=0 for all tokens, or 2 and more"
         )
-    if run.rollout.group_size == 1 and run.algorithm.compares_within_group:
+    if run.rollout.group_size == 1 and run.algorithm.compares_within_group and run.learns_from_rewards:
+        if run.teachers:
+            raise ConfigError(
+                f"rollout.group_size=1 gives algorithm={run.algorithm.kind} nothing to compare the reward of a sample "
+                f"with, and distill.reward={run.distill.reward:g} asks for that: set rollout.group_size=2 or more, or "
+                "distill.reward=0"
+            )
         members: tuple[type[AlgorithmBase], ...] = get_args(Algorithm)
         able = [each() for each in members if each.needs_advantages]
         others = " or ".join(sorted(f"algorithm={each.kind}" for each in able if not each.compares_within_group))

@@ -52,11 +52,14 @@ ROUTED: Any = PARTED.append(pa.field("routes", BYTES, nullable=False))
 """Of a row with routes, as `Trajectory.route_bytes` has them; `parts` is empty where its reward has none."""
 PLAYED: Any = ROUTED.append(pa.field("episode", TEXT, nullable=False))
 """Of a row of a harness, as JSON (`asyncrl.data.episodes`); `parts` and `routes` are empty where there are none."""
+TAUGHT: Any = PLAYED.append(pa.field("teacher_logprobs", BYTES, nullable=False))
+"""Of a row with teachers: float32 of each sampled token; the columns before are empty where there is nothing."""
 WIDER = {
-    len(wide) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): wide for wide in (PARTED, ROUTED, PLAYED)
+    len(wide) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): wide
+    for wide in (PARTED, ROUTED, PLAYED, TAUGHT)
 }
 
-BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 38, 41)
+BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 38, 41, 44)
 """Which buffers of a row are validity bitmaps: a number has one buffer more, a text two, a list one and its items."""
 FINISHES: tuple[str, ...] = get_args(Finish)
 
@@ -95,6 +98,7 @@ class Fields(NamedTuple):
     """None in all rows that `unpack` reads: others are left to Arrow."""
     routes: bytes = b""
     episode: str = ""
+    teacher: bytes = b""
 
 
 class _Shape(NamedTuple):
@@ -118,10 +122,11 @@ def encode(trajectory: Trajectory) -> bytes:
         (trajectory.reward, trajectory.started, trajectory.finished),
         (b"".join([s.token_bytes for s in segments]), b"".join(logprobs), b"".join(versions)),
     )
-    routes, episode = trajectory.route_bytes, trajectory.episode
-    if not (trajectory.parts or routes or episode is not None):
+    routes, episode, teacher = trajectory.route_bytes, trajectory.episode, trajectory.teacher_logprob_bytes
+    if not (trajectory.parts or routes or episode is not None or teacher):
         return payload
-    return _widened(payload, trajectory.parts, routes, "" if episode is None else episodes.to_text(episode))
+    played = "" if episode is None else episodes.to_text(episode)
+    return _widened(payload, trajectory.parts, routes, played, teacher)
 
 
 class Row(NamedTuple):
@@ -142,6 +147,7 @@ class Row(NamedTuple):
     parts: Parts
     routes: bytes
     episode: Episode | None
+    teacher: bytes
 
     @property
     def sampled_tokens(self) -> int:
@@ -167,7 +173,8 @@ def read_row(payload: bytes) -> Row:
     slot, runs = Slot(found.group, found.sample), _runs(found.versions)
     parts = {} if found.parts is None else from_text(found.parts)
     episode = episodes.from_text(found.episode) if found.episode else None
-    row = Row(slot, *found.texts, *found.numbers, found.tokens, found.logprobs, runs, parts, found.routes, episode)
+    lists = found.tokens, found.logprobs, runs
+    row = Row(slot, *found.texts, *found.numbers, *lists, parts, found.routes, episode, found.teacher)
     if complaint := _complaint(row):
         raise ValueError(f"trajectory of group {slot.group}, sample {slot.sample}: {complaint}")
     return row
@@ -186,6 +193,7 @@ def fields(batch: Any) -> Fields:
     parts = _as_text(*buffers[36:38]) if len(buffers) > 36 else None
     routes = _as_bytes(*buffers[39:41]) if len(buffers) > 39 else b""
     episode = _as_text(*buffers[42:44]) if len(buffers) > 42 else ""
+    teacher = _as_bytes(*buffers[45:47]) if len(buffers) > 45 else b""
     return Fields(
         group=_as_number("<q", buffers[2]),
         sample=_as_number("<i", buffers[4]),
@@ -194,9 +202,10 @@ def fields(batch: Any) -> Fields:
         tokens=_as_array(np.int32, buffers[24], buffers[26]),
         logprobs=_as_array(np.float32, buffers[28], buffers[30]),
         versions=_as_array(np.int32, buffers[32], buffers[34]),
-        parts=(parts or None) if routes or episode else parts,
+        parts=(parts or None) if routes or episode or teacher else parts,
         routes=routes,
         episode=episode,
+        teacher=teacher,
     )
 
 
@@ -229,6 +238,7 @@ def decode(payload: bytes) -> Trajectory:
         precision=row.precision,
         parts=row.parts,
         episode=row.episode,
+        teacher_logprob_bytes=row.teacher,
     )
 
 
@@ -242,11 +252,12 @@ def read_batch(payload: bytes) -> Any:
     return untrusted.read_batch(payload, SCHEMA, "a trajectory payload", WIDER)
 
 
-def _widened(payload: bytes, parts: Parts, routes: bytes, episode: str) -> bytes:
+def _widened(payload: bytes, parts: Parts, routes: bytes, episode: str, teacher: bytes) -> bytes:
     """With the columns that not all rows have."""
     columns = [*read_batch(payload).columns, pa.array([to_text(parts) if parts else ""])]
-    wide = PLAYED if episode else ROUTED if routes else PARTED
-    columns += [pa.array([routes], BYTES), pa.array([episode])][: len(wide) - len(columns)]
+    wide = TAUGHT if teacher else PLAYED if episode else ROUTED if routes else PARTED
+    further = [pa.array([routes], BYTES), pa.array([episode]), pa.array([teacher], BYTES)]
+    columns += further[: len(wide) - len(columns)]
     return pa.RecordBatch.from_arrays(columns, schema=wide).serialize().to_pybytes()
 
 
@@ -298,6 +309,10 @@ def _complaint(row: Row) -> str | None:
     fed = len(row.tokens) - 1
     if row.routes and (not fed or len(row.routes) % fed or row.runs[-1][2] == GIVEN):
         return f"{len(row.routes)} bytes of routes are not those of all {len(row.tokens)} tokens but the last"
+    if row.teacher and len(row.teacher) != 4 * row.sampled_tokens:
+        return f"{len(row.teacher)} bytes of the teachers' log-probabilities are not those of its sampled tokens"
+    if not np.isfinite(np.frombuffer(row.teacher, np.float32)).all():
+        return "the teachers' log-probabilities must be finite"
     return None if row.episode is None else episodes.complaint(row.episode, row.runs)
 
 

@@ -156,6 +156,11 @@ class Tokenizer:
     def size(self) -> int:
         return self._backend.get_vocab_size()
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, added ones too."""
+        return self._backend.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the model's own tokenizer puts around a text."""
         return self._backend.encode(text).ids
@@ -257,12 +262,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return Tokenizer(backend, _eos_ids(directory, backend), load_chat_template(directory))
 
 
+def character_vocabulary(characters: str, eos: str) -> dict[str, int]:
+    """A token for each character, padding as id 0 and `eos` as id 1."""
+    return {token: i for i, token in enumerate([PAD, eos, *characters])}
+
+
 def save_character_tokenizer(directory: str | Path, characters: str, eos: str, max_length: int) -> Tokenizer:
-    """Write a tokenizer with one token per character, padding as id 0 and `eos` as id 1, in Hugging Face layout.
+    """Write a tokenizer with one token per character in Hugging Face layout.
 
     The end is no special token to `tokenizers`, so decoded completions show whether they came to one.
     """
-    vocabulary = {token: i for i, token in enumerate([PAD, eos, *characters])}
+    vocabulary = character_vocabulary(characters, eos)
     # Without an unknown token a foreign character is refused, not replaced.
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -73,12 +73,14 @@ def demands(run: "Run", offer: Offer, engines: int | None = None) -> dict[str, D
         "reward": 1,
         "gateway": int(run.agent.on),
         "drafter": int(drafter is not None),
+        "teacher": len(run.teachers),
         "trainer": run.trainer.ranks,
         "rollout": (run.rollout.replicas if engines is None else engines) + run.evaluation.beside,
     }
     usual = {
         "trainer": {CPU: 1.0, GPU: float(own_cards and run.trainer.device != "cpu"), TRAINER_SLOT: 1.0},
         "rollout": {CPU: 1.0, GPU: _cards_per_engine(run, own_cards), ROLLOUT_SLOT: 1.0},
+        "teacher": {CPU: 1.0, GPU: float(own_cards and any(each.device != "cpu" for each in run.teachers))},
         "drafter": {CPU: 0.0 if drafter is None or drafter.training.spot else 1.0},
     }
     roles: dict[str, Role] = {role: getattr(run.placement, role) for role in counts}

@@ -8,6 +8,8 @@ REINFORCE++ that is a reward, of which `TokenAdvantages` makes the advantages of
 
 A turn's own reward counts for its tokens: it is added to that of its episode before the baseline is taken off. For PPO
 and REINFORCE++ it lies at the turn's last token, and so counts for all that was sampled before it as well.
+
+What teachers say is added where the policy's own log-probabilities are known, in the learner (`towards_teacher`).
 """
 
 import logging
@@ -23,6 +25,7 @@ from asyncrl.algorithms import registry
 from asyncrl.algorithms.advantages import Rewards, gae, overlong_penalty, standardized, whitened
 from asyncrl.config import Run
 from asyncrl.config.algorithm import AlgorithmBase
+from asyncrl.errors import DistillationError
 from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import Block, PackedBatch, block
 from asyncrl.training.critic import Critic
@@ -35,6 +38,11 @@ log = logging.getLogger(__name__)
 
 def with_advantages(run: Run, groups: Sequence[Group], routes: RouteShape | None = None) -> list[Block]:
     """The groups that there is something to learn from, as blocks; `routes` are those that all of them must have."""
+    if run.teachers:
+        _check_taught(groups)
+    if not run.learns_from_rewards:
+        blocks = [block(group, [0.0] * len(group.trajectories), routes) for group in groups]
+        return [each for each in blocks if each.answers]
     rewards = [_rewards(run, group) for group in groups]
     own = [[_turn_rewards(trajectory) for trajectory in group.trajectories] for group in groups]
     rated = [any(turn_N.any() for turn_N in turns) for turns in own]
@@ -60,6 +68,16 @@ def with_advantages(run: Run, groups: Sequence[Group], routes: RouteShape | None
         return [block for block in blocks if block.answers]
     # Advantage 0 adds tokens to the denominator and nothing to the gradient: no forward is spent on such a group.
     return [block for block in blocks if any(answer.advantages.any() for answer in block.answers)]
+
+
+def _check_taught(groups: Sequence[Group]) -> None:
+    """No sample is trained on without its teachers."""
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        if trajectory.sampled_tokens and not trajectory.teacher_logprob_bytes:
+            raise DistillationError(
+                f"sample {trajectory.slot.group}/{trajectory.slot.sample} has no log-probabilities of the teachers: it "
+                "was not recorded by a run with teachers; set teachers=[]"
+            )
 
 
 def _turn_rewards(trajectory: Trajectory) -> Rewards:
@@ -91,7 +109,8 @@ def _tell() -> None:
 def _learns_from_everything(run: Run) -> bool:
     """Whether a group can matter although its rewards are all equal."""
     algorithm = run.algorithm
-    return algorithm.learns_from_equal_rewards or bool(algorithm.kl.coefficient or algorithm.entropy)
+    taught = algorithm.learns_from_equal_rewards or bool(run.teachers)
+    return taught or bool(algorithm.kl.coefficient or algorithm.entropy)
 
 
 def _rewards(run: Run, group: Group) -> Rewards:

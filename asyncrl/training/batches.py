@@ -44,6 +44,8 @@ class Answer:
     """Of its sampled tokens."""
     slot: Slot
     precision: str
+    teacher_logprobs: Floats | None = None
+    """Of its sampled tokens, in a distillation."""
     routes: Routes | None = None
     """Of its tokens but the last."""
     tree: Tree | None = None
@@ -128,6 +130,8 @@ class PackedBatch:
     """The samples, in the order of `sample_L`."""
     idle: bool = False
     """Nothing to learn from: it is computed because the other ranks compute."""
+    teacher_logp_L: torch.Tensor | None = None
+    """In a distillation."""
     routes_T_L_C: torch.Tensor | None = None
     """The experts of each token, where they are replayed (`asyncrl.models.routes`)."""
     part: Part | None = None
@@ -176,6 +180,7 @@ def block(group: Group, advantages: Sequence[float | Floats], shape: RouteShape 
                 advantages=np.broadcast_to(np.asarray(advantage, np.float32), int(sampled.sum())),
                 slot=trajectory.slot,
                 precision=trajectory.precision,
+                teacher_logprobs=trajectory.teacher_logprobs if trajectory.teacher_logprob_bytes else None,
                 routes=None if own is None else own[length:],
                 tree=predicting_tree(sampled, trajectory.branches) if trajectory.branches else None,
             )
@@ -315,6 +320,7 @@ def _batch(blocks: list[Block]) -> PackedBatch:
     for row in rows:
         positions[row] = np.arange(len(row))
     lengths = [answer.num_sampled for answer in answers]
+    teacher = [answer.teacher_logprobs for answer in answers if answer.teacher_logprobs is not None]
     return PackedBatch(
         tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
         positions_T=torch.from_numpy(positions),
@@ -327,6 +333,7 @@ def _batch(blocks: list[Block]) -> PackedBatch:
         advantage_L=torch.from_numpy(np.concatenate([a.advantages for a in answers])),
         sample_L=torch.from_numpy(np.repeat(np.arange(len(answers)), lengths)),
         answers=answers,
+        teacher_logp_L=torch.from_numpy(np.concatenate(teacher)) if len(teacher) == len(answers) else None,
         routes_T_L_C=torch.from_numpy(np.concatenate(routes)) if routes else None,
     )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.algorithms import losses, registry
+from asyncrl.algorithms.advantages import towards_teacher
 from asyncrl.algorithms.base import Samples, Tokens
 from asyncrl.algorithms.corrections import Caution, Corrected, of_data
 from asyncrl.config import Run
@@ -62,7 +63,7 @@ from asyncrl.weights.gather import OneRank, Source
 
 log = logging.getLogger(__name__)
 
-MEANS = ("entropy", "reference_kl", "outside_support", "route_mismatch", "router_aux_loss")
+MEANS = ("entropy", "reference_kl", "teacher_kl", "outside_support", "route_mismatch", "router_aux_loss")
 """Sums over tokens that a report has the mean of, where there are any."""
 
 
@@ -258,7 +259,8 @@ class Learner:
         age_L = (self.version - batch.version_L).clamp(min=0) * (not self._algorithm.on_data)
         samples = Samples(batch.sample_L, len(batch.answers), age_L)
         corrected = self._correct(output.logp_L, batch, samples)
-        tokens = Tokens(output.logp_L, corrected.proximal_logp_L, batch.advantage_L, samples)
+        advantage_L = self._advantages(batch, output.logp_L.detach())
+        tokens = Tokens(output.logp_L, corrected.proximal_logp_L, advantage_L, samples)
         loss = self._entry.loss(self._algorithm, tokens)
         loss_L = corrected.weight_L * loss.loss_L
         if self._reference is not None and self._algorithm.kl.placement == "loss":
@@ -273,7 +275,7 @@ class Learner:
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
         aux = self._observe_routing(batch, output.routing) if output.routing is not None else None
-        self._add(loss.sums | {"informative": (samples.max(batch.advantage_L.abs()) > 0).sum()})
+        self._add(loss.sums | {"informative": (samples.max(advantage_L.abs()) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples, aux)
 
@@ -281,6 +283,13 @@ class Learner:
         if self._algorithm.on_data:
             return of_data(logp_L)
         return registry.correct(self._run.correction, logp_L, batch.behaviour_logp_L, samples)
+
+    def _advantages(self, batch: PackedBatch, logp_L: Tensor) -> Tensor:
+        """With teachers, of each token by what they and the policy of this moment think of it: a sample may be old."""
+        if batch.teacher_logp_L is None:
+            return batch.advantage_L
+        self._add({"teacher_kl": (logp_L - batch.teacher_logp_L).sum()})
+        return towards_teacher(self._run.distill, batch.advantage_L, logp_L, batch.teacher_logp_L)
 
     def _observe_routing(self, batch: PackedBatch, routing: Routing) -> Tensor | None:
         """What the load-balancing loss, if there is one, adds to the loss of the batch."""

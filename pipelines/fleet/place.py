@@ -14,6 +14,7 @@ from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
 from actors.runtime.resources import Resources
 from actors.runtime.spawn import Spawner
+from actors.teacher import TeacherActor
 from actors.trainer import group
 from asyncrl.config import Run
 from asyncrl.drafting.bandit import Range
@@ -27,6 +28,7 @@ from pipelines.supervision.watchdog import backstop
 CONTROL = Resources(near="driver")
 """The buffer writes into the run's directory, which is on the driver's machine."""
 STATELESS = Resources(near="driver", restarts=-1, repeatable=True)
+TEACHER = Resources(near="driver_if_possible", restarts=-1, repeatable=True)
 TRAINER = Resources(near="driver_if_possible")
 
 
@@ -44,6 +46,7 @@ async def place(
         at = Resources(near="driver").of(wanted["gateway"])
         gateway = await spawner.spawn("gateway", at, GatewayActor, run, model_path)
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
+    teachers = await _place_teachers(run, wanted, spawner)
     engine = Resources(restarts=run.recovery.max_restarts)
     if "rollout" in wanted:
         engine = engine.of(wanted["rollout"])
@@ -52,7 +55,7 @@ async def place(
 
     async def place_engine(name: str) -> RolloutActor:
         learned = _learned(directory).get(name, [])
-        to_engine = run, model_path, name, buffer, reward, taught, learned, gateway
+        to_engine = run, model_path, name, buffer, reward, taught, learned, gateway, teachers
         return await spawner.spawn(name, engine, RolloutActor, *to_engine)
 
     names = [f"rollout-{index}" for index in range(run.rollout.replicas)]
@@ -87,7 +90,18 @@ async def place(
         factory=EngineFactory(place_engine=place_engine, end=spawner.end, expect=expecting(run, offer)),
         drafter=link,
         gateway=gateway,
+        teachers=teachers,
     )
+
+
+async def _place_teachers(run: Run, wanted: dict[str, Demand], spawner: Spawner) -> tuple[TeacherActor, ...]:
+    """All of them load their models at the same time."""
+    settings = [msgspec.structs.replace(each, path=str(each.directory.resolve())) for each in run.teachers]
+    starting = [
+        spawner.spawn(f"teacher-{number}", TEACHER.of(wanted["teacher"]), TeacherActor, run, each)
+        for number, each in enumerate(settings)
+    ]
+    return tuple(await asyncio.gather(*starting))
 
 
 async def _place_drafter(

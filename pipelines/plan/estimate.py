@@ -1,5 +1,6 @@
 """What a run will need, by arithmetic alone: no model is loaded, and neither torch nor Ray is imported."""
 
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -8,6 +9,7 @@ from asyncrl.config import Run
 from asyncrl.config.precision import numerics
 from asyncrl.config.weights import published_adapters
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.errors import CheckpointError, MissingDependencyError
 from asyncrl.models.architectures import architecture
 from asyncrl.models.config import ModelConfig, read_config, warm_start_shape
 from asyncrl.models.routes import replayed_shape
@@ -32,6 +34,8 @@ from pipelines.plan.disk import checkpoint_bytes
 
 TOKEN = 3 * 4
 """Bytes of a token in a trajectory without routes: id, log-probability, policy version."""
+TEACHER = 4
+"""The same of what teachers say of it."""
 ROW = 2048
 """Bytes of a trajectory besides its tokens, rounded up."""
 PROCESS = 300 << 20
@@ -67,6 +71,10 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """In a trajectory."""
     trajectories: int
     """One step's samples, every completion as long as it may be."""
+    teachers_on_card: int = 0
+    """Weights of those that compute on a GPU."""
+    teachers_in_host: int = 0
+    """Weights and processes of the others."""
     checkpoint: int
     """One, complete."""
 
@@ -87,7 +95,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
         trainer = PROCESS + self.offloaded if trains_on_gpu(run) else self.trainer
         rollout = PROCESS if has_gpu() and engine_share(run) else self.rollout
-        return trainer + run.engines * rollout + self.shared_memory(run)
+        return trainer + run.engines * rollout + self.teachers_in_host + self.shared_memory(run)
 
     def shared_memory(self, run: Run) -> int:
         """Of the machine, for weights on their way; `auto` sends them over the card where all are on one."""
@@ -97,11 +105,12 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Card(NamedTuple):
-    """Bytes on the GPU that trainer and engines share."""
+    """Bytes on the GPU that trainer, engines and teachers share."""
 
     total: int
     trainer: int
     engines: int
+    teachers: int = 0
 
 
 class Traffic(NamedTuple):
@@ -136,10 +145,10 @@ def trains_on_gpu(run: Run) -> bool:
 def card(run: Run, required: Needs) -> Card | None:
     """None without a GPU here, or where nothing of the run is on it."""
     total = gpu_memory()
-    if total is None or not (trains_on_gpu(run) or engine_share(run)):
+    if total is None or not (trains_on_gpu(run) or engine_share(run) or required.teachers_on_card):
         return None
     trainer = required.training + CUDA + VERSIONS * required.published if trains_on_gpu(run) else 0
-    return Card(total, trainer, int(engine_share(run) * total))
+    return Card(total, trainer, int(engine_share(run) * total), required.teachers_on_card)
 
 
 def model_config(run: Run) -> ModelConfig:
@@ -200,7 +209,10 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     memory = training_memory(run, model, batch, recomputed=recomputed, compiled=compiled)
     rows = min(run.engine.max_batch, run.capacity_groups * run.rollout.group_size)
     token = token_bytes(run, model)
+    on_card, in_host = _teachers(run)
     return Needs(
+        teachers_on_card=on_card,
+        teachers_in_host=in_host,
         parameters=count,
         published=published_bytes(run, model),
         optimizer=memory.weights + memory.optimizer,
@@ -219,8 +231,21 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
 
 def token_bytes(run: Run, model: ModelConfig) -> int:
     """Of a token in a trajectory, with its route."""
-    routes = replayed_shape(run, model)
-    return TOKEN if routes is None else TOKEN + routes.token_bytes
+    routes, taught = replayed_shape(run, model), TEACHER * bool(run.teachers)
+    return TOKEN + taught if routes is None else TOKEN + taught + routes.token_bytes
+
+
+def _teachers(run: Run) -> tuple[int, int]:
+    """Bytes of the teachers on a GPU and in the host's memory; of those that can be read."""
+    on_card = in_host = 0
+    for each in run.teachers:
+        with suppress(CheckpointError, MissingDependencyError):  # `preflight` says it
+            weights = (2 if each.dtype == "bf16" else 4) * parameters(read_config(each.directory, each.backend))
+            if each.device == "cuda" or (each.device == "auto" and has_gpu()):
+                on_card, in_host = on_card + weights + CUDA, in_host + PROCESS
+            else:
+                in_host += weights + PROCESS
+    return on_card, in_host
 
 
 def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint, *, gpu: bool) -> Footprint:

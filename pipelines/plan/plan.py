@@ -30,7 +30,7 @@ from asyncrl.system import minimum_versions
 from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
-from pipelines.plan import backend
+from pipelines.plan import backend, teachers
 from pipelines.plan.disk import most_checkpoints
 from pipelines.plan.estimate import Needs, card, longest, longest_prompt, model_config, needs, size, token_bytes
 
@@ -62,6 +62,7 @@ def problems(run: Run, offer: Offer | None = None) -> list[str]:
         *_agent(run),
         *tracking.problems(run.trackers, run.cluster),
         *_model(run),
+        *teachers.problems(run),
         *(_placement(run, offer) if offer is not None else ()),
     ]
 
@@ -310,11 +311,13 @@ def _card(run: Run, required: Needs) -> Iterator[str]:
     found = card(run, required)
     if found is None:
         return
-    if found.trainer + found.engines > found.total:
-        room = max(0.0, 1 - found.trainer / found.total) / max(1, run.engines)
+    taken = found.trainer + found.teachers
+    if taken + found.engines > found.total:
+        room = max(0.0, 1 - taken / found.total) / max(1, run.engines)
         lower = f"lower engine.memory to {math.floor(100 * room) / 100:g}" if room > 0.01 else "take a larger GPU"
         yield (
-            f"the GPU has {size(found.total)}; the trainer needs about {size(found.trainer)} of it and the engines get "
+            f"the GPU has {size(found.total)}; the trainer needs about {size(found.trainer)} of it"
+            f"{f', teachers {size(found.teachers)}' if found.teachers else ''} and the engines get "
             f"{size(found.engines)}: {lower}, or lower trainer.token_budget or trainer.logits_bytes"
             f"{'' if required.recomputed == required.layers else ', or set trainer.checkpoint_activations=true'}"
         )

@@ -64,7 +64,8 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
     form = "as adapters" if published_adapters(run) else f"in {run.engine.carrier(run.rollout.precision)}"
     console.print(
         f"model: {model.family}, {required.parameters:,} parameters, {size(required.published)} published {form}; "
-        f"{'longest example, at most' if run.sft.on else 'longest prompt with its completion'} {prompt + run.most_tokens} tokens"
+        f"{'longest example at most' if run.sft.on else 'longest prompt with its completion'} "
+        f"{prompt + run.most_tokens} tokens"
     )
     if run.engine.has_model and run.engines:
         console.print(why_engine(run))
@@ -147,7 +148,8 @@ def _show_card(run: Run, required: Needs, console: Console) -> None:
     console.print(
         f"GPU: {size(found.total)}; trainer at most about {size(found.trainer)}, of which {size(required.training)} "
         f"for training ({_activations(required)}); engines "
-        f"{size(found.engines)}; {size(found.total - found.trainer - found.engines)} left"
+        f"{size(found.engines)}; {f'teachers {size(found.teachers)}; ' if found.teachers else ''}"
+        f"{size(found.total - found.trainer - found.engines - found.teachers)} left"
     )
     if found.trainer and found.engines:
         console.print(
@@ -194,7 +196,11 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
         ),
         Box(
             f"reward x 1, with {run.reward.workers} worker{'s' * (run.reward.workers > 1)}",
-            [*_judges(run.reward), *(f"then {stage.function}" for stage in stages(run.stages))],
+            [
+                *_judges(run.reward),
+                *(f"then {stage.function}" for stage in stages(run.stages)),
+                *(f"at the same time teacher {teacher.path}" for teacher in run.teachers),
+            ],
             f"trajectories, {traffic.words(traffic.to_buffer)} {per}",
         ),
         Box(

@@ -86,6 +86,7 @@ class Progress:
             "samples/s": f"{row['samples'] / seconds:.0f}",
             "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
             **self._pace(row),
+            **({"teacher kl": f"{row['teacher_kl']:.3f}"} if "teacher_kl" in row else {}),
             "ess": f"{row['ess']:.3f}",
             **self._drafting(row),
             "buffered": f"{row['buffered']}",

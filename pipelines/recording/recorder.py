@@ -126,6 +126,7 @@ class Recorder:
             **_drafting(stats),
             **{f"reward_{name}": value for name, value in msgspec.structs.asdict(await fleet.reward.stats()).items()},
             **_judged(await fleet.reward.judge_stats()),
+            **await _teaching(fleet),
             "resident_bytes": self._memory(),
             "drafter": msgspec.to_builtins(fleet.drafter.status) if fleet.drafter is not None else None,
             "in_flight": ledger.in_flight,
@@ -330,6 +331,12 @@ def _trained(done: Sequence[Accumulated]) -> Row:
 def _judged(stats: JudgeStats | None) -> Row:
     """What the judge has cost so far; no column without one."""
     return {} if stats is None else {"judge": msgspec.structs.asdict(stats)}
+
+
+async def _teaching(fleet: Fleet) -> Row:
+    """What the teachers of a distillation have done so far, together."""
+    stats = [msgspec.structs.asdict(await teacher.stats()) for teacher in fleet.teachers]
+    return {f"teacher_{name}": sum(each[name] for each in stats) for name in (stats[0] if stats else ())}
 
 
 def _engines(stats: Mapping[str, EngineStats]) -> Row:

@@ -83,6 +83,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         "mismatch_abs": _mean(rows, "mismatch_abs"),
         "ess": _mean(rows, "ess"),
         "trainer_peak_memory_bytes": rows[-1].get("trainer_peak_memory_bytes"),
+        **_taught(rows),
         **_pool(rows),
         **_drafting(rows[-1]),
         "agents": _agents(rows),
@@ -112,6 +113,12 @@ def _agents(rows: Sequence[Row]) -> dict[str, Any] | None:
         "branches_by_cause": dict(sorted(causes.items())),
         "wasted_tokens": sum(each["wasted_tokens"] for each in found),
     }
+
+
+def _taught(rows: Sequence[Row]) -> dict[str, Any]:
+    """Null without teachers."""
+    found = [row["teacher_kl"] for row in rows if row.get("teacher_kl") is not None]
+    return {"teacher_kl_first": found[0] if found else None, "teacher_kl_last": found[-1] if found else None}
 
 
 def _pool(rows: Sequence[Row]) -> dict[str, Any]:
@@ -173,6 +180,8 @@ _NO_STEPS = (
     "mismatch_abs",
     "ess",
     "trainer_peak_memory_bytes",
+    "teacher_kl_first",
+    "teacher_kl_last",
     "replicas_min",
     "replicas_max",
     "replicas_last",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from actors.gateway.actor import GatewayActor
 from actors.reward import RewardActor
+from actors.teacher import TeacherActor
 from asyncrl.errors import UserCodeError
 from pipelines.recording.recorder import Recorder
 
@@ -15,7 +16,7 @@ LOOK_S = 1.0
 
 @asynccontextmanager
 async def watching_functions(
-    callers: Sequence[RewardActor | GatewayActor], recorder: Recorder, directory: Path
+    callers: Sequence[RewardActor | GatewayActor | TeacherActor], recorder: Recorder, directory: Path
 ) -> AsyncGenerator[None, None]:
     """Raise UserCodeError where a function fails always; a task group brings it to whoever runs inside."""
     known = set[tuple[str, str]]()

@@ -46,7 +46,7 @@ class Judge:
 
 
 def outbox(buffer: SlowBuffer) -> DeliveryQueue:
-    return DeliveryQueue(cast(Any, buffer), cast(Any, Judge()), lambda slot: None, gather_s=0.001)
+    return DeliveryQueue(cast(Any, buffer), cast(Any, Judge()), lambda slot, stage: None, gather_s=0.001)
 
 
 def test_one_call_at_a_time_takes_everything_that_was_finished_meanwhile() -> None:

@@ -135,7 +135,7 @@ def test_the_buffer_gets_the_last_rewards_and_the_reasons_of_the_rest() -> None:
 
     async def run() -> None:
         actor = RewardActor(Reward(function=keep_here(length, "test/reward")), after=(keep_here(halve, "test/stage"),))
-        outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
+        outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot, stage: None, 0.001, staged=True)
         answers = [(RewardInput("p", "c" * n, ""), trajectory(n, n)) for n in (1, 2, 4)]
         await asyncio.gather(*(outbox.submit(*answer) for answer in answers))
         await actor.close()
@@ -161,7 +161,7 @@ def test_parts_pass_through_stages_that_keep_change_add_or_clear_them() -> None:
     async def run() -> None:
         stages = (keep_here(judge, "test/judge"), keep_here(after, "test/after"))
         actor = RewardActor(Reward(function=keep_here(graded, "test/graded")), after=stages)
-        outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot: None, 0.001, staged=True)
+        outbox = DeliveryQueue(cast(Any, kept), actor, lambda slot, stage: None, 0.001, staged=True)
         for n in (1, 2, 3, 4, 5):
             await outbox.submit(RewardInput("p", "c" * n, ""), trajectory(n, n))
         await actor.close()

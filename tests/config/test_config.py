@@ -105,6 +105,33 @@ def test_derived_numbers() -> None:
             "rollout.precision=fp8: engine=transformers computes in fp32 or bf16; use rollout.precision=bf16, or "
             "engine=native or vllm",
         ),
+        ({"distill": {"reward": 1.0}}, "distill.* is set and teachers is empty: name one, such as teachers=[{path:"),
+        ({"teachers": [{"weight": 2.0}]}, "teachers[0].path is required"),
+        ({"teachers": [{"path": "t", "weight": 0}]}, "teachers[0].weight=0: expected `float` > 0.0"),
+        (
+            {"teachers": [{"path": "t"}], "engine": {"type": "fake"}},
+            "teachers judge tokens of a model, and engine=fake has none; use engine=native or vllm",
+        ),
+        (
+            {"teachers": [{"path": "t"}], "algorithm": {"type": "dapo"}},
+            "algorithm.dynamic_sampling=true drops groups of equal rewards, from which teachers teach",
+        ),
+        (
+            {"teachers": [{"path": "t"}], "algorithm": {"type": "ppo"}},
+            "algorithm=ppo trains a critic of rewards, and with distill.reward=0 they teach nothing: use algorithm=",
+        ),
+        (
+            {
+                "teachers": [{"path": "t"}],
+                "algorithm": {"type": "reinforce_pp", "kl": {"coefficient": 0.1, "placement": "reward"}},
+            },
+            "algorithm.kl.placement=reward takes the penalty from rewards, and with distill.reward=0 they teach",
+        ),
+        (
+            {"teachers": [{"path": "t"}], "distill": {"reward": 0.5}, "rollout": {"group_size": 1}},
+            "rollout.group_size=1 gives algorithm=grpo nothing to compare the reward of a sample with, and "
+            "distill.reward=0.5 asks for that: set rollout.group_size=2 or more, or distill.reward=0",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_way_out(raw: dict[str, Any], said: str) -> None:
@@ -196,3 +223,11 @@ def test_hydras_warnings_are_silent_unless_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ASYNCRL_VERBOSE", "1")
     with _without_hydras_own_warnings(), pytest.warns(UserWarning, match="register_new_resolver"):
         warnings.warn_explicit("register_new_resolver() is deprecated", UserWarning, "utils.py", 215, module=module)
+
+
+def test_a_pure_distillation_needs_no_group() -> None:
+    taught = {"teachers": [{"path": "t"}], "rollout": {"group_size": 1}}
+    run = load(taught | {"flow": {"incomplete": "train_rest", "incomplete_min": 1}})
+    assert not run.learns_from_rewards
+    assert load(taught | {"algorithm": {"type": "ppo"}, "distill": {"reward": 0.1}}).learns_from_rewards
+    assert Run().learns_from_rewards

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.payloads import SCHEMA_HASH
 from asyncrl.data import arrow
-from asyncrl.data.arrow import PARTED, ROUTED, SCHEMA, decode, encode, read_row, read_table
+from asyncrl.data.arrow import PARTED, ROUTED, SCHEMA, TAUGHT, decode, encode, read_row, read_table
 from asyncrl.data.reward_parts import NAME
 from asyncrl.types import GIVEN, Segment, Slot, Trajectory
 from tests.support.buffer_stores import payload, trajectory
@@ -140,6 +140,33 @@ def test_routes_are_a_column_of_bytes_and_go_back_to_their_segments(parts: dict[
     assert batch.schema.field("routes").type == pa.binary()
     table = read_table([payload(0, 0), encode(item)])
     assert table.column("routes").to_pylist() == [None, bytes(range(12))]
+
+
+@pytest.mark.parametrize("parts", [{}, {"format": 0.5}])
+@pytest.mark.parametrize("of", ["plain", "routed"])
+def test_what_teachers_say_is_a_column_of_bytes(parts: dict[str, float], of: str) -> None:
+    """Of the sampled tokens alone; rows with and without it lie in one log."""
+    said = np.array([-0.5, -1.0, -1.5], np.float32)
+    item = routed() if of == "routed" else trajectory(3, 1, tokens=3)
+    item = msgspec.structs.replace(item, parts=parts, teacher_logprob_bytes=said.tobytes())
+    back = decode(encode(item))
+    assert back == item
+    assert back.teacher_logprobs.tolist() == said.tolist()
+    batch = pa.ipc.read_record_batch(pa.py_buffer(encode(item)), TAUGHT)
+    assert batch.column("teacher_logprobs").to_pylist() == [said.tobytes()]
+    table = read_table([payload(0, 0), encode(item)])
+    assert table.column("teacher_logprobs").to_pylist() == [None, said.tobytes()]
+    assert decode(payload(0, 0)).teacher_logprobs.tolist() == [], "a row of before there were teachers"
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [([-0.5, -1.0], "8 bytes of the teachers' log-probabilities"), ([-0.5, -1.0, np.nan], "must be finite")],
+)
+def test_what_teachers_cannot_have_said_is_refused(said: list[float], complaint: str) -> None:
+    item = msgspec.structs.replace(routed(), teacher_logprob_bytes=np.array(said, np.float32).tobytes())
+    with pytest.raises(ValueError, match=complaint):
+        decode(encode(item))
 
 
 def test_routes_that_do_not_fit_the_tokens_are_refused_by_name() -> None:

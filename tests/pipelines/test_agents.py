@@ -42,7 +42,7 @@ def test_a_program_is_trained(tmp_path: Path, model: Path) -> None:
     assert any(len(each.episode.turns) == 2 for each in _sound(tmp_path, 2) if each.episode)
 
 
-def _kill(role: str, run: Path) -> None:
+def kill_actor(role: str, run: Path) -> None:
     """SIGKILL an actor, in the middle of whatever it does."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -69,7 +69,7 @@ def test_an_engine_is_killed_in_the_middle_of_episodes(
     )
     try:
         _reach(tmp_path, 1)
-        _kill("RolloutActor", tmp_path)
+        kill_actor("RolloutActor", tmp_path)
         output = finish(process, timeout=400)
     finally:
         process.kill()
@@ -103,7 +103,7 @@ def test_the_gateway_is_killed(tmp_path: Path, model: Path, monkeypatch: pytest.
     process = start(tmp_path, model, *SMALL, f"agent.function={harness}:two_turns", "cluster=local", "steps=6")
     try:
         _reach(tmp_path, 2)
-        _kill("GatewayActor", tmp_path)
+        kill_actor("GatewayActor", tmp_path)
         output = finish(process, timeout=500)
     finally:
         process.kill()

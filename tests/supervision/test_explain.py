@@ -161,6 +161,31 @@ CASES = {
         "(memory: 90 of 100 bytes are held or reserved, a group needs 20)",
         "trainer",
     ),
+    "a teacher hangs": (
+        snapshot(
+            MISSING,
+            rollout("teacher"),
+            ActorView(name="teacher-0", said=said(doing=[Doing("log-probabilities of 2 samples", 1.0)])),
+            ActorView(
+                name="teacher-1", health="busy", said=said(doing=[Doing("log-probabilities of 9 samples", 64.0)])
+            ),
+            calls=(GENERATE, TAKE),
+        ),
+        "trainer waits for group 81: sample 3 of rollout-2 has waited 64 s for its teachers, teacher-1 has been at it "
+        "for 64 s (log-probabilities of 9 samples) and takes nothing else meanwhile",
+        "teacher-1",
+    ),
+    "a teacher is stopped": (
+        snapshot(
+            MISSING,
+            rollout("teacher"),
+            ActorView(name="teacher-0", health="stopped", silent_s=64, said=said()),
+            calls=(GENERATE, TAKE),
+        ),
+        "trainer waits for group 81: sample 3 of rollout-2 has waited 64 s for its teachers, teacher-0 is stopped "
+        "(SIGSTOP) and has not answered for 64 s, last event 66 s ago: x",
+        "teacher-0",
+    ),
     "the trainer computes for ever": (
         snapshot(
             ActorView(name="trainer", health="busy", said=said(doing=[Doing("forward and backward for step 3", 64.0)])),

@@ -1,7 +1,7 @@
 """From a snapshot of the run to one sentence: follow who waits for whom until somebody does not wait, and name them."""
 
 from asyncrl.drop_reasons import DropReason, describe, main_cause
-from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Explanation, SampleAt, Situation, Snapshot
+from asyncrl.observe.diagnosis.snapshot import ActorView, Call, Doing, Explanation, SampleAt, Situation, Snapshot
 from asyncrl.types import BufferStatus
 
 STARTING = {"spawn": "be placed and started", "start": "start", "restore": "load its checkpoint"}
@@ -175,6 +175,9 @@ class _Trail:
             case "reward":
                 self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its reward")
                 self._reward()
+            case "teacher":
+                self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its teachers")
+                self._teacher()
             case "append":
                 self._links.append(f"sample {at.sample} of {name} has been on its way into the buffer")
                 self._actor("buffer", otherwise=f"for {at.seconds:.0f} s", pronoun="the buffer")
@@ -231,6 +234,16 @@ class _Trail:
             f"{oldest.seconds:.0f} s of the {oldest.limit_s:g} s that it may take"
         )
 
+    def _teacher(self) -> None:
+        """The one that is faulty, or has been at work the longest."""
+        names = [name for name in self._picture.actors if name.startswith("teacher-")]
+        found = [(self._faulty(name), doing.seconds, name) for name in names for doing in self._at_work(name)]
+        found += [(True, 0.0, name) for name in names if self._faulty(name)]
+        if not found:
+            return self._links.append("and none of them is at work")
+        name = max(found)[2]
+        self._actor(name, pronoun=name)
+
     def _harness(self) -> None:
         said = self._said("gateway")
         if self._faulty("gateway") or said is None or not said.judging:
@@ -274,6 +287,10 @@ class _Trail:
     def _said(self, name: str) -> Situation | None:
         view = self._picture.actors.get(name)
         return view.said if view else None
+
+    def _at_work(self, name: str) -> tuple[Doing, ...]:
+        said = self._said(name)
+        return said.doing if said else ()
 
     def _status(self) -> BufferStatus | None:
         said = self._said("buffer")

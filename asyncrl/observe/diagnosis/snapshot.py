@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.types import BufferStatus
 
-Stage = Literal["generate", "environment", "agent", "verdict", "reward", "append"]
+Stage = Literal["generate", "environment", "agent", "verdict", "reward", "teacher", "append"]
 Health = Literal["answers", "busy", "silent", "stopped", "dead"]
 """`busy`: the process answers, but its event loop takes no calls. `silent`: the process does not answer either."""
 
@@ -68,7 +68,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """By reason: of the buffer all so far, of the reward actor those that the buffer does not count."""
     judging: tuple[Judging, ...] = ()
     queued: int = 0
-    """Shares of samples that wait for a reward process."""
+    """Shares of samples that wait for a reward process, or for a teacher."""
     failures: dict[str, str] = {}
     """Of the reward actor: what the user's functions and the judge failed with first, by reason."""
     judge: str = ""

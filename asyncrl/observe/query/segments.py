@@ -54,6 +54,7 @@ SCHEMA: Any = pa.schema(
         ("parts", pa.string_view()),
         ("route_bytes", pa.int64()),
         ("episode", pa.string_view()),
+        ("teacher_logprobs", pa.list_view(pa.float32())),
         ("unsigned_versions", pa.list_view(pa.uint32())),
     ]
 )
@@ -98,7 +99,8 @@ class _Reader:
             columns.append(column)
         versions = columns[-1]
         unsigned = pa.ListViewArray.from_arrays(versions.offsets, versions.sizes, versions.values.view(pa.uint32()))
-        columns += [self._text(place, ends), self._route_bytes(place, ends), self._text(place, ends), unsigned]
+        columns += [self._text(place, ends), self._route_bytes(place, ends), self._text(place, ends)]
+        columns += [self._floats(place, ends), unsigned]
         if np.any(place << WORD != ends):
             raise IndexError("a row does not end with its frame")
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
@@ -129,6 +131,17 @@ class _Reader:
             lengths[longer] = self._lengths(place[longer])
             place[longer] += 1 + (lengths[longer] + 7 >> WORD)
         return as_array(lengths)
+
+    def _floats(self, place: Positions, ends: Positions) -> Any:
+        """Bytes that are float32, in the rows that do not end here; the others have none."""
+        starts, sizes = np.zeros(len(place), "<i4"), np.zeros(len(place), "<i4")
+        (longer,) = np.nonzero(place << WORD < ends)
+        if len(longer):
+            lengths = self._lengths(place[longer])
+            starts[longer], sizes[longer] = place[longer] + 1 << 1, lengths >> 2
+            place[longer] += 1 + (lengths + 7 >> WORD)
+        items = pa.Array.from_buffers(pa.float32(), len(self._whole) >> 2, [None, self._whole])
+        return pa.ListViewArray.from_arrays(as_array(starts), as_array(sizes), items)
 
     def _texts(self, place: Positions) -> tuple[Positions, Positions]:
         """Arrow's views of two words: the length and four bytes; then eight more, or a zero and a long text's place."""

@@ -99,7 +99,10 @@ CREATE VIEW trajectories AS
         g.step - nullif(list_min(t.unsigned_versions), 4294967295)::INTEGER AS staleness,
         CASE WHEN g.drop_sample IS NULL OR g.drop_sample = t.sample THEN g.drop_reason
             ELSE '$incomplete' END AS drop_reason,
-        t.tokens, t.logprobs, t.versions, nullif(t.route_bytes, 0) AS route_bytes
+        t.tokens, t.logprobs, t.versions, nullif(t.route_bytes, 0) AS route_bytes,
+        CASE WHEN len(t.teacher_logprobs) > 0 THEN t.teacher_logprobs END AS teacher_logprobs,
+        -- Of those who sampled it: given tokens have log-probability 0, and teachers say nothing of them.
+        (list_sum(t.logprobs) - list_sum(t.teacher_logprobs)) / nullif(len(t.teacher_logprobs), 0) AS teacher_kl
     FROM raw_trajectories t LEFT JOIN groups g USING (group_id);
 CREATE VIEW raw_episodes AS
     SELECT sequence, group_id, sample,

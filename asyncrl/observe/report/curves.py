@@ -22,6 +22,7 @@ def learning(run: Recorded) -> list[Chart]:
         return []
     charts = [_lines(run, "Reward", {"reward": "reward"}, "mean reward", note="mean of the samples of each step")]
     charts += _parts(run)
+    charts += _teachers(run)
     scores = run.connection.execute("SELECT step, sampled, greedy, suites FROM evaluations ORDER BY step").fetchall()
     if scores:
         steps = [score[0] for score in scores]
@@ -56,6 +57,17 @@ def _load(run: Recorded) -> list[Chart]:
     return [chart for chart in charts if chart["series"]]
 
 
+def _teachers(run: Recorded) -> list[Chart]:
+    """Nothing without teachers."""
+    note = "mean of log p of the policy - log p of its teachers over the tokens that were trained on"
+    work = "all teachers together, since the start; waited is the sum over the samples"
+    charts = [
+        _lines(run, "Distance to the teachers", {"teacher_kl": "reverse KL"}, "nats per token", note=note),
+        _lines(run, "Work of the teachers", TEACHERS, "seconds", from_zero=True, note=work),
+    ]
+    return [chart for chart in charts if chart["series"]]
+
+
 def _parts(run: Recorded) -> list[Chart]:
     """Nothing where rewards are plain numbers."""
     told = [(row["step"], row.get("reward_parts") or {}) for row in run.rows]
@@ -79,6 +91,7 @@ def correction(run: Recorded) -> list[Chart]:
     return [chart for chart in charts if chart["series"]]
 
 
+TEACHERS = {"teacher_busy_seconds": "computing", "teacher_waited_seconds": "samples waited"}
 WORTH = {"ess": "of the ratios", "ess_used": "of the weights, as they are used"}
 RATIOS = {"rho_p1": "1st percentile", "rho_p50": "median", "rho_p99": "99th percentile"}
 MISMATCH = {"mismatch_abs": "mean |log pi - log mu|", "mismatch_k3": "k3"}

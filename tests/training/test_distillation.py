@@ -1,0 +1,212 @@
+"""A distillation's gradient is that of its definition, and a teacher says what transformers says."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.advantages import group_relative, towards_teacher
+from asyncrl.config import Rollout, Run, Trainer
+from asyncrl.config.algorithm import Importance, ReinforcePp
+from asyncrl.config.distillation import Distillation, Teacher
+from asyncrl.errors import DistillationError
+from asyncrl.models.names import cut
+from asyncrl.training.batches import block, pack
+from asyncrl.training.learner import Learner
+from asyncrl.training.teacher import TeacherModel
+from asyncrl.types import Group, Segment, Trajectory
+from tests.support.episodes import random_group, turn_alone
+from tests.support.teaching import sampled_logp, taught
+from tests.support.tiny_model import tiny_checkpoint
+from tests.support.training_groups import make_groups
+
+TEACHERS = (Teacher(path="unused", weight=3.0), Teacher(path="unused"))
+"""A learner does not load them."""
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("student")
+    return directory, tiny_checkpoint(directory)
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Any]]:
+    """Of another size and family."""
+    made: list[tuple[Path, Any]] = []
+    for family in ("llama", "qwen2"):
+        directory = tmp_path_factory.mktemp(family)
+        made.append((directory, tiny_checkpoint(directory, family, seed=5, hidden_size=48, num_hidden_layers=3)))
+    return made
+
+
+def _run(distill: Distillation, **parts: Any) -> Run:
+    trainer = Trainer(lr=1e-3, token_budget=90, grad_clip=1e9)
+    correction = parts.pop("correction", Importance(reject=()))
+    return Run(teachers=TEACHERS, distill=distill, trainer=trainer, correction=correction, **parts)
+
+
+def _on_policy(model: Any, groups: list[Group]) -> list[Group]:
+    """As if the student had sampled them just now."""
+
+    def sampled(trajectory: Trajectory) -> Trajectory:
+        with torch.no_grad():
+            logp = sampled_logp(model, trajectory).numpy()
+        prompt, *answer = trajectory.segments
+        tokens = np.concatenate([segment.tokens for segment in answer])
+        return msgspec.structs.replace(trajectory, segments=(prompt, Segment.sampled(tokens, logp, 0)))
+
+    return [Group(id=g.id, trajectories=tuple(map(sampled, g.trajectories))) for g in groups]
+
+
+@pytest.mark.parametrize("distill", [Distillation(), Distillation(coefficient=0.5, reward=2.0)])
+@pytest.mark.parametrize("version", [0, 3])
+def test_the_gradient_is_that_of_the_definition(
+    student: tuple[Path, Any], teachers: list[tuple[Path, Any]], distill: Distillation, version: int
+) -> None:
+    """Version 0: on-policy. Version 3: the weights of now are three versions on, and each token weighs by its ratio.
+    Tokens are several batches of the learner and one sum here."""
+    path, model = student
+    groups = make_groups(3)
+    if version == 0:
+        groups = _on_policy(model, groups)
+    groups = taught(groups, [(teachers[0][1], 3.0), (teachers[1][1], 1.0)])
+    run = _run(distill)
+    learner = Learner(path, run)
+    learner.version = version
+    learner.accumulate(groups)
+    # Gradients of the tensors that `step` makes means of.
+    gradient_of = {name: each.grad for name, each in learner.model.named_parameters() if each.grad is not None}
+    report = learner.step()
+
+    model.zero_grad()
+    gaps: list[torch.Tensor] = []
+    for group in groups:
+        reward_G = group_relative(np.array([t.reward for t in group.trajectories]), normalize_std=True)
+        for trajectory, reward in zip(group.trajectories, reward_G.tolist(), strict=True):
+            logp_L = sampled_logp(model, trajectory)
+            with torch.no_grad():
+                gap_L = logp_L - torch.tensor(trajectory.teacher_logprobs)
+                advantage_L = distill.reward * reward - distill.coefficient * gap_L
+                own = trajectory.versions >= 0
+                mu_L = torch.tensor(trajectory.logprobs[own])
+                age_L = torch.from_numpy(version - trajectory.versions[own])
+                share_L = torch.where(age_L == 0, 1.0, (age_L - 1).clamp(min=0) / age_L.clamp(min=1))
+                proximal_L = mu_L + share_L * (logp_L - mu_L)
+                weight_L = (proximal_L - mu_L).exp().clamp(max=2.0)
+            ratio_L = (logp_L - proximal_L).exp()
+            clipped_L = ratio_L.clamp(0.8, 1.28)
+            (-weight_L * (ratio_L * advantage_L).minimum(clipped_L * advantage_L)).sum().backward()
+            gaps.append(gap_L)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: gradient for own, parts in learner.model.parts() for name, gradient in cut(gradient_of[own], parts)}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient is not None
+        assert torch.allclose(found[name], gradient / report.tokens, rtol=1e-3, atol=2e-5), name
+    assert report.figures["teacher_kl"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
+    assert report.figures["informative_fraction"] == 1.0
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """One position, every token by its probability: sum of pi A grad log pi = - grad KL(pi || teacher)."""
+    generator = torch.Generator().manual_seed(3)
+    logits_V, teacher_V = (torch.randn(17, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits_V.requires_grad_()
+    teacher_V = teacher_V.log_softmax(-1)
+    logp_V = logits_V.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((logp_V.exp() * (logp_V - teacher_V)).sum(), logits_V, retain_graph=True)
+    advantage_V = towards_teacher(Distillation(), torch.zeros(17), logp_V.detach(), teacher_V)
+    (found,) = torch.autograd.grad(-(logp_V.exp().detach() * advantage_V * logp_V).sum(), logits_V)
+    assert torch.allclose(found, wanted, atol=1e-12)
+
+
+def test_a_policy_that_is_its_own_teacher_learns_nothing(student: tuple[Path, Any]) -> None:
+    path, model = student
+    groups = taught(_on_policy(model, make_groups(2)), [(model, 1.0)])
+    learner = Learner(path, _run(Distillation()))
+    learner.accumulate(groups)
+    report = learner.step()
+    assert report.figures["teacher_kl"] == pytest.approx(0, abs=1e-5)
+    assert report.grad_norm < 1e-4
+
+
+def test_a_group_of_one_and_groups_of_equal_rewards_teach(
+    student: tuple[Path, Any], teachers: list[tuple[Path, Any]]
+) -> None:
+    path, model = student
+    single = [
+        Group(id=group.id, trajectories=(msgspec.structs.replace(group.trajectories[0], reward=1.0),))
+        for group in taught(_on_policy(model, make_groups(3)), [(teachers[0][1], 1.0)])
+    ]
+    for algorithm in ({}, {"algorithm": ReinforcePp()}):
+        learner = Learner(path, _run(Distillation(), **algorithm))
+        learner.accumulate(single)
+        assert learner.step().grad_norm > 0.1
+
+
+def test_a_sample_that_no_teacher_has_seen_is_refused_by_name(student: tuple[Path, Any]) -> None:
+    learner = Learner(student[0], _run(Distillation()))
+    with pytest.raises(DistillationError, match="sample 0/0 has no log-probabilities of the teachers"):
+        learner.accumulate(make_groups(1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize("token_budget", [40, 10_000])
+def test_a_teacher_says_what_transformers_says(
+    teachers: list[tuple[Path, Any]], temperature: float, backend: Any, token_budget: int
+) -> None:
+    """Also of samples of several groups and turns, in any order, and of one in which nothing was sampled."""
+    path, model = teachers[0]
+    run = Run(rollout=Rollout(temperature=temperature), trainer=Trainer(token_budget=token_budget))
+    trajectories = [t for group in make_groups(3) for t in group.trajectories][::-1]
+    first, *others = trajectories[0].segments
+    turns = (first, *others, Segment.given([7, 8]), Segment.sampled([9, 1], [-1.0, -2.0], 4))
+    silent = msgspec.structs.replace(trajectories[1], segments=(first, Segment.given([5])))
+    trajectories += [msgspec.structs.replace(trajectories[0], segments=turns), silent]
+    found = TeacherModel(Teacher(path=str(path), backend=backend), run).logprobs(trajectories)
+    for trajectory, own in zip(trajectories, found, strict=True):
+        with torch.no_grad():
+            expected = sampled_logp(model, trajectory, temperature).numpy()
+        assert own.dtype == np.float32
+        assert np.allclose(own, expected, atol=2e-4), "one value for each sampled token, in order"
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.7, "temperature": 0.8}])
+def test_a_teacher_is_restricted_as_the_student_is(student: tuple[Path, Any], sampling: dict[str, Any]) -> None:
+    """With the student's weights it says what the trainer finds, so that there is nothing to learn."""
+    path, _ = student
+    run = Run(rollout=Rollout(**sampling))
+    groups = make_groups(2)
+    (batch,) = pack([block(group, [0.0] * 4) for group in groups], 10_000)
+    with torch.no_grad():
+        expected = Learner(path, run).token_logprobs(batch)
+    by_slot = dict(zip([answer.slot for answer in batch.answers], expected.split(batch.lengths), strict=True))
+    trajectories = [t for group in groups for t in group.trajectories]
+    found = TeacherModel(Teacher(path=str(path)), run).logprobs(trajectories)
+    for trajectory, own in zip(trajectories, found, strict=True):
+        assert np.allclose(own, by_slot[trajectory.slot].numpy(), atol=1e-5)
+
+
+def test_an_unknown_token_is_refused(student: tuple[Path, Any]) -> None:
+    (group,) = make_groups(1, vocabulary=60)
+    with pytest.raises(ValueError, match="is none of the 48 that the teacher knows"):
+        TeacherModel(Teacher(path=str(student[0])), Run()).logprobs(group.trajectories)
+
+
+def test_episodes_with_branches_are_judged_turn_by_turn(teachers: list[tuple[Path, Any]]) -> None:
+    """Each turn has seen what led to it, and nothing of other branches."""
+    path, model = teachers[1]
+    trajectories = random_group(np.random.default_rng(4), 0, one_prompt=False).trajectories
+    assert any(each.branches for each in trajectories)
+    found = TeacherModel(Teacher(path=str(path)), Run()).logprobs(trajectories)
+    for trajectory, own in zip(trajectories, found, strict=True):
+        assert trajectory.episode is not None
+        turns = [turn_alone(trajectory, number) for number in range(len(trajectory.episode.turns))]
+        with torch.no_grad():
+            expected = torch.cat([sampled_logp(model, turn) for turn in turns]).numpy()
+        assert np.allclose(own, expected, atol=2e-4)
