@@ -9,7 +9,11 @@ from asyncrl.errors import AsyncRLError, first_cause
 from asyncrl.system.user_functions import calling, load_function, raised_at
 from pipelines.blocks import Blocks
 
-PIPELINES = {"async_grpo": "pipelines.async_grpo:AsyncGrpo", "sft": "pipelines.sft:Sft"}
+PIPELINES = {
+    "async_grpo": "pipelines.async_grpo:AsyncGrpo",
+    "distill": "pipelines.distill:Distill",
+    "sft": "pipelines.sft:Sft",
+}
 """As `module:Class`. Their names also stand in `asyncrl.config.run`."""
 EXPECTED = "Class(blocks: Blocks) with a method `async def run(self) -> None`"
 

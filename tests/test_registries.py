@@ -93,7 +93,7 @@ def test_every_name_has_an_entry_and_every_entry_a_name(literal: Any, registry: 
 
 def test_every_pipeline_has_a_name_and_a_config() -> None:
     assert set(pipelines.PIPELINES) == set(PIPELINES) == {path.stem for path in (CONFIGS / "pipeline").glob("*.yaml")}
-    needed = {"sft": ["sft.path=chats.jsonl"]}
+    needed = {"sft": ["sft.path=chats.jsonl"], "distill": ["teachers=[{path: big}]"]}
     assert all(compose([f"pipeline={name}", *needed.get(name, [])]).pipeline == name for name in PIPELINES)
 
 

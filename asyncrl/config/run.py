@@ -32,7 +32,7 @@ from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
 
 DEFAULT_PIPELINE = "async_grpo"
-PIPELINES = (DEFAULT_PIPELINE, "sft")
+PIPELINES = (DEFAULT_PIPELINE, "distill", "sft")
 """Ours, by name; `pipelines.registry` has their classes."""
 Backend = Literal["auto", "native", "transformers"]
 
@@ -367,6 +367,7 @@ def _as_recorded(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(run: Run, *, recorded: bool = False) -> None:
     """Refuse settings that contradict each other, before anything is started."""
+    _check_pipeline(run)
     if not recorded:
         _check_signal(run)
     if run.flow.groups_per_take > run.flow.groups_per_step:
@@ -380,7 +381,6 @@ def check(run: Run, *, recorded: bool = False) -> None:
             f"{run.flow.groups_per_take}: the trainer would wait forever; raise it, or set auto, or 0 for no such limit"
         )
     _check_incomplete(run)
-    _check_pipeline(run)
     _check_evaluation(run)
     if run.algorithm.dynamic_sampling and run.rollout.group_size == 1:
         raise ConfigError(
@@ -425,6 +425,10 @@ def _check_pipeline(run: Run) -> None:
         )
     if run.pipeline not in PIPELINES:
         return
+    if run.pipeline == "distill" and not run.teachers:
+        raise ConfigError(
+            "pipeline=distill has no teacher: name a model directory, as in teachers=[{path: models/big}]"
+        )
     supervised = run.pipeline == "sft"
     if supervised != run.sft.on:
         raise ConfigError(

@@ -97,3 +97,38 @@ def test_the_example_ends_when_it_is_good_enough(tmp_path: Path, model: Path) ->
     assert quickstart_runs.summary(tmp_path)["steps"] == 5
     assert from_yaml(tmp_path / "run" / "config.yaml").pipeline.endswith("own_pipeline.py:UntilGoodEnough")
     assert len(EXAMPLE.read_text().splitlines()) <= 60
+
+
+def test_supervised_starts_are_resumed_and_replayed_as_runs_are(tmp_path: Path, model: Path) -> None:
+    """Killed after a step, a run ends with the weights of one that was not: the order of examples needs no history."""
+    rows = [{"prompt": f"a{n}b+1=", "completion": f"b{n + 1}"} for n in range(24)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("pipeline=sft", f"sft.path={tmp_path}/sums.jsonl", "rollout.group_size=1", "steps=6")
+    quickstart_runs.run(tmp_path / "whole", model, *settings, "evaluation.every=3")
+    killed = quickstart_runs.start(tmp_path / "killed", model, *settings)
+    quickstart_runs.kill_after_step(killed, tmp_path / "killed", 2)
+    quickstart_runs.resume(tmp_path / "killed" / "run")
+    whole, resumed = (tmp_path / name / "run" / "checkpoints" / "step-6" for name in ("whole", "killed"))
+    assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
+    assert asyncrl("check", str(tmp_path / "killed" / "run")).code == 0
+    replayed = asyncrl("replay", str(tmp_path / "whole" / "run"), "--out", str(tmp_path / "replay"))
+    assert "identical" in replayed.out
+    events = [json.loads(line) for line in (tmp_path / "whole" / "run" / "events.jsonl").read_text().splitlines()]
+    losses = {event["step"]: event["loss"] for event in events if event["kind"] == "held_out_loss"}
+    assert list(losses) == [0, 3, 6]
+    assert losses[6] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["pipeline=sft"], "pipeline=sft has no examples: set sft.path"),
+        (["sft.path=chats.jsonl"], "set pipeline=sft"),
+        (["pipeline=sft", "sft.path=chats.jsonl", "rollout.replicas=1"], "set 0, since nothing is generated"),
+        (["rollout.replicas=0"], "set 1 or more, or nobody generates"),
+        (["pipeline=distill"], "pipeline=distill has no teacher"),
+    ],
+)
+def test_settings_that_do_not_suit_a_pipeline(settings: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        compose(settings)
