@@ -157,6 +157,7 @@ def _local(settings: Sequence[str]) -> list[str]:
     stand_in = next((model for experiment, model in STAND_INS.items() if experiment in settings), "")
     path = f"model.path={Path(stand_in or 'model').resolve()}"
     own = [path if word.startswith("model.path=") else word for word in settings]
+    own = [re.sub(r"path: [^,}]+", f"path: {Path('model').resolve()}", word) for word in own]
     names = {word.partition("=")[0] for word in own}
     if stand_in and "model.path" not in names:
         own.append(path)
