@@ -55,6 +55,17 @@ def test_nothing_is_beside_the_episodes(gateway: RunningGateway) -> None:
     assert [each.status_code for each in found] == [401] * len(BESIDE)
 
 
+@pytest.mark.timeout(60)
+def test_a_path_costs_what_its_length_costs() -> None:
+    """Anybody may send one, and nothing else is answered meanwhile. If it cost the square, this would take hours."""
+    assert http.place("/e/1-0/v1/" + "/" * 5_000_000 + "x") == ("1-0", "/" * 5_000_000 + "x")
+
+
+def test_slashes_at_the_end_of_a_path_do_not_count(gateway: RunningGateway) -> None:
+    assert post(gateway.open(Script("yes")), "chat/completions//").status_code == 200
+    assert http.place("/e/1-0/v1///") == ("", "")
+
+
 def test_it_listens_on_the_loopback_interface_alone(gateway: RunningGateway) -> None:
     port = int(gateway.server.url.rpartition(":")[2])
     listening = [
