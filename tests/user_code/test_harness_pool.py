@@ -189,6 +189,27 @@ def test_a_worker_that_retires_ends_after_the_others_in_it(file: Path, monkeypat
     asyncio.run(scenario())
 
 
+def test_a_worker_that_retires_ends_after_one_that_hangs_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was in time when the worker was retired, and nobody hears of its end."""
+    monkeypatch.setattr(harness_pool, "CANCEL_S", 0.5)
+
+    async def scenario() -> None:
+        pool = HarnessPool(Agent(function=f"{file}:plain"))
+        hang = [asyncio.create_task(pool.play(Task(name, "sleeps", "1000", ACCESS))) for name in "ab"]
+        await _until(lambda: len(pool.judging) == 2)
+        old = pool.judging[0].pid
+        hang[0].cancel()
+        elsewhere = await pool.play(Task("c", "pid", "", ACCESS))
+        while elsewhere == EpisodeResult(str(old)):
+            elsewhere = await pool.play(Task("c", "pid", "", ACCESS))
+        hang[1].cancel()
+        await _until(lambda: not psutil.pid_exists(old))
+        await _until(lambda: not pool.playing)
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
 PROGRAM = """
 import json, os, subprocess, sys, time
 given = json.loads(sys.stdin.readline())
