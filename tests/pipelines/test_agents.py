@@ -1,19 +1,23 @@
 """Whole runs of an agent: in process, as a program, on Ray with an engine killed, and killed and resumed."""
 
+import json
 import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from asyncrl.buffer.reader import read_run
+from asyncrl.models.checkpoint import WEIGHTS
 from asyncrl.system.run_directory import RunDirectory, read_events
 from asyncrl.training.checkpoint import numbered, read_manifest
 from asyncrl.types import Trajectory
 from pipelines.cli.check import check
 from tests.support.agents import write_harness
-from tests.support.quickstart_runs import finish, kill_after_step, resume, start, summary
+from tests.support.command import asyncrl
+from tests.support.quickstart_runs import finish, kill_after_step, resume, run, start, summary
 
 PROGRAM = Path(__file__).parents[1] / "support" / "agent_program.py"
 SMALL = ("evaluation.prompts=4", "rollout.max_tokens=60")
@@ -40,6 +44,25 @@ def _sound(root: Path, steps: int) -> list[Trajectory]:
 def test_a_program_is_trained(tmp_path: Path, model: Path) -> None:
     finish(start(tmp_path, model, *SMALL, f"agent.command=[python,{PROGRAM}]", "steps=2"), timeout=250)
     assert any(len(each.episode.turns) == 2 for each in _sound(tmp_path, 2) if each.episode)
+
+
+def test_a_run_of_an_agent_is_replayed_and_its_weights_evaluated_with_the_agent(tmp_path: Path, model: Path) -> None:
+    harness, judge = write_harness(tmp_path), tmp_path / "judge.py"
+    judge.write_text(
+        "def reward(prompt, completion, answer, turns=()):\n"
+        "    return len(set(''.join(turns))) + len(set(completion)) / 100\n"  # no turns without the agent
+    )
+    functions = f"agent.function={harness}:two_turns", f"reward.function={judge}:reward"
+    run(tmp_path, model, *SMALL, *functions, "steps=2", "evaluation.right_from=1")
+    done = asyncrl("replay", tmp_path / "run", "--evaluate", "--out", str(tmp_path / "again"))
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1].startswith("identical: 2 steps again")
+    recorded = load_file(tmp_path / "run" / "checkpoints" / "step-2" / WEIGHTS)
+    first = load_file(model / WEIGHTS)
+    assert not any(first[name].equal(tensor) for name, tensor in recorded.items()), "the run has learned something"
+    again = json.loads((tmp_path / "again" / "summary.json").read_text())
+    assert again["evaluations"]["2"] == summary(tmp_path)["evaluations"]["2"]
+    assert again["eval_last"] == 1.0, "which it is with the agent alone"
 
 
 def _kill(role: str, run: Path) -> None:
