@@ -265,6 +265,20 @@ def test_rewards_of_turns() -> None:
         harness.record.trajectory([1.0, 2.0])
 
 
+def test_calls_that_were_answered_empty_have_rewards_too_which_count_for_nothing() -> None:
+    harness = Harness(max_tokens=8)
+    harness.say([user("a")], "four")
+    [call] = harness.record.begin([user("a")])
+    harness.record.end(call, SampledTokens((), "stop"))
+    with pytest.raises(NoRoomError):
+        harness.record.begin([user("b" * 100)])
+    harness.record.answer_empty()
+    for rewards in ([0.5, 1.0, 2.0], [0.5]):
+        assert [turn.reward for turn in harness.record.trajectory(rewards)[1].turns] == [0.5]
+    with pytest.raises(ValueError, match="2 rewards, and the model was called 3 times, 2 of them answered without"):
+        harness.record.trajectory([1.0, 2.0])
+
+
 STYLES = ["whole", "no reasoning", "null", "parts", "json"]
 
 

@@ -151,6 +151,21 @@ def test_seeds_and_ids_of_calls(gateway: RunningGateway) -> None:
     assert len({r.seed for r in first.requests}) == 2
 
 
+def test_each_answer_can_have_a_reward_of_its_own(gateway: RunningGateway) -> None:
+    """Also those that are empty because the tokens are used up: a harness does not know which these are."""
+
+    async def four_tokens(request: Request) -> SampledTokens:
+        return spoken("abcd", request.sampling.max_tokens)
+
+    access = gateway.open(four_tokens, max_tokens=12)
+    choices = [post(access, json={**BODY, "n": n}).json()["choices"] for n in (1, 1, 2, 3)]
+    texts = [choice["message"]["content"] for reply in choices for choice in reply]
+    turns = gateway.do(gateway.server.end("1-0")).trajectory([float(i) for i in range(len(texts))])[1].turns
+    assert [turn.stop - turn.start for turn in turns] == [4, 4, 4]
+    assert sorted(texts) == ["", "", "", "", "abcd", "abcd", "abcd"]
+    assert [turn.reward for turn in turns] == [float(i) for i, text in enumerate(texts) if text]
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "é", "a?b"])
 def test_names_of_episodes_go_into_urls(gateway: RunningGateway, name: str) -> None:
     with pytest.raises(ValueError, match="cannot be a part of a URL"):
