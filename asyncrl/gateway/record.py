@@ -333,8 +333,8 @@ class EpisodeRecord:
         return BranchCause.RERENDERED
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> tuple[tuple[Segment, ...], Episode]:
-        """What was sampled so far. `turn_rewards` are in the order in which the calls were answered. Those of calls that
-        were answered without a token count for nothing, and may be left out."""
+        """What was sampled so far. `turn_rewards` are in the order in which the calls were answered. Those of calls
+        that were answered without a token count for nothing, and may be left out."""
         if len(turn_rewards) == len(self._answers):
             rewards = [reward for reward, turn in zip(turn_rewards, self._answers, strict=True) if turn]
         elif len(turn_rewards) == len(self._turns):
