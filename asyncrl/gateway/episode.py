@@ -31,7 +31,7 @@ class OpenEpisode:
     ) -> None:
         self.key = secrets.token_urlsafe(32)
         self.record = record
-        self.history: History = {}
+        self.history = History()
         self._name = name
         self._chat = chat
         self._sampler = sampler
