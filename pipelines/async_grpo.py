@@ -116,6 +116,8 @@ class AsyncGrpo:
         buffer = self._fleet.buffer
         async with asyncio.TaskGroup() as work:
             tickets = await buffer.reissue()
+            if samples := sum(len(ticket.samples) for ticket in tickets):
+                self._recorder.regenerated(samples)
             while True:
                 await self._engines.share(tickets, work)
                 with self._waits.rollout():

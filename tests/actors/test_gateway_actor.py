@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from actors.gateway.actor import GatewayActor, Play
@@ -171,6 +172,28 @@ def test_a_later_deadline_is_that_of_the_engine_that_plays(model: Path, tmp_path
         await gateway.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("cluster", ["inprocess", "local"])
+def test_nobody_beyond_this_machine_can_call_it(model: Path, tmp_path: Path, harness: Path, cluster: str) -> None:
+    async def scenario() -> list[str]:
+        run = msgspec.structs.replace(agent_run(model, harness, "silent"), cluster=cluster)
+        before = _listening()
+        gateway = GatewayActor(run, model)
+        await gateway.start()
+        try:
+            while not (found := _listening() - before):  # noqa: ASYNC110  (of the kernel)
+                await asyncio.sleep(0.01)
+            return [ip for ip, _ in found]
+        finally:
+            await gateway.close()
+
+    assert asyncio.run(scenario()) == ["127.0.0.1"]
+
+
+def _listening() -> set[tuple[str, int]]:
+    """By this process."""
+    return {c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
 async def _sampling(at: Played, engine: int, tokens: int = 3) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from asyncrl.buffer.reader import read_run
+from asyncrl.buffer.reader import read_admissions, read_run
 from asyncrl.models.checkpoint import WEIGHTS
 from asyncrl.system.run_directory import RunDirectory, read_events
 from asyncrl.training.checkpoint import numbered, read_manifest
@@ -106,12 +106,16 @@ def test_an_engine_is_killed_in_the_middle_of_episodes(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cluster", ["inprocess", "local"])
 def test_killed_and_resumed(tmp_path: Path, model: Path, cluster: str) -> None:
-    """Open episodes are asked again; finished ones are neither lost nor doubled."""
+    """Open episodes are played again, and counted; finished ones are neither lost nor doubled."""
     harness = write_harness(tmp_path)
     process = start(tmp_path, model, *SMALL, f"agent.function={harness}:two_turns", f"cluster={cluster}")
     kill_after_step(process, tmp_path, 1)
     before = {each.slot: each.tokens.tolist() for each in read_run(tmp_path / "run" / "trajectories")}
+    admitted = len(read_admissions(tmp_path / "run" / "trajectories")) * 4
     resume(tmp_path / "run")
+    events = read_events(RunDirectory.open(tmp_path / "run").events)
+    again = sum(event["samples"] for event in events if event["kind"] == "regenerated")
+    assert again == admitted - len(before) if cluster == "inprocess" else again <= admitted  # actors outlive the driver
     after = {each.slot: each.tokens.tolist() for each in _sound(tmp_path, 4)}
     assert before.keys() <= after.keys()
     assert all(after[slot] == tokens for slot, tokens in before.items())
@@ -119,14 +123,17 @@ def test_killed_and_resumed(tmp_path: Path, model: Path, cluster: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_gateway_is_killed(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("role", ["GatewayActor", "TrainerActor", "BufferActor"])
+def test_an_actor_that_the_run_cannot_do_without_is_killed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
     """The run starts again from its last checkpoint, and asks for the open episodes again."""
     monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
     harness = write_harness(tmp_path)
     process = start(tmp_path, model, *SMALL, f"agent.function={harness}:two_turns", "cluster=local", "steps=6")
     try:
         _reach(tmp_path, 2)
-        _kill("GatewayActor", tmp_path)
+        _kill(role, tmp_path)
         output = finish(process, timeout=500)
     finally:
         process.kill()
