@@ -222,6 +222,8 @@ class Blocks:
         await self._may_generate.wait()
         buffer = self.fleet.buffer
         tickets = await buffer.reissue()
+        if samples := sum(len(ticket.samples) for ticket in tickets):
+            self.recorder.regenerated(samples)
         while True:
             yield tickets
             with self._waits.rollout():

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from actors.buffer import BufferActor
+from actors.gateway.actor import GatewayActor
 from actors.reward import RewardActor
 from actors.rollout.actor import RolloutActor
 from asyncrl.buffer.reader import read_deliveries, read_failures, read_run
@@ -98,8 +99,9 @@ def replay(path: Path, overrides: Sequence[str], *, out: Path | None = None, hel
 def _check_held_out(run: Run) -> None:
     if not run.evaluation.prompts:
         raise ConfigError("evaluation.prompts=0: the run has no held-out prompts to evaluate; leave --evaluate out")
-    if run.reward.function:
-        check_function(run.reward)
+    functions = [each for each in (run.reward, run.agent) if each.function]
+    for called in (*functions, *([run.agent] if run.agent.command else [])):
+        check_function(called)
 
 
 def _start(run: Run, source: RunDirectory) -> Path:
@@ -225,14 +227,16 @@ async def _score(run: Run, model: Path, buffer: Path) -> Scores | None:
     """Held-out scores as the run's own engines would give them, from one such engine in this process."""
     reward = RewardActor(run.reward, run.environment, suites=suite_rewards(run))
     store = BufferActor(run, buffer)  # a rollout actor has one; nothing of an evaluation enters it
-    rollout = RolloutActor(run, model, "held-out", store, reward)
+    here = msgspec.structs.replace(run, cluster="inprocess")  # the gateway needs no address in a cluster
+    gateway = GatewayActor(here, model) if run.agent.on else None
+    rollout = RolloutActor(run, model, "held-out", store, reward, gateway=gateway)
+    asked = [rollout, *([gateway] if gateway is not None else []), reward]
     try:
-        await asyncio.gather(reward.start(), rollout.start())
+        await asyncio.gather(*(each.start() for each in asked))
         return await evaluate(run, [rollout], make_task(run.task, run.seed))
     finally:
-        await rollout.close()
-        await reward.close()
-        await store.close()
+        for each in (*asked, store):
+            await each.close()
 
 
 def _record(target: RunDirectory, run: Run, rows: Sequence[Row]) -> None:

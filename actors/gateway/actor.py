@@ -75,14 +75,22 @@ class Played(msgspec.Struct, frozen=True):
 class _Open:
     """An episode that is played, or waits to be fetched."""
 
-    def __init__(self, engine: str) -> None:
-        self.engine = engine
+    def __init__(self, engine: str, deadline: float) -> None:
+        self.engine, self.deadline = engine, deadline
         self.over: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(retrieve_exception)
         self.moved = asyncio.Event()
         """Set when `engine` no longer plays it."""
         self.playing: asyncio.Task[None] | None = None
-        self.limit = asyncio.timeout(None)
+        self.limit: asyncio.Timeout | None = None
+        """While its harness plays."""
+
+    def move(self, engine: str, deadline: float) -> None:
+        """Another engine plays it from now on, which may come at any moment, the deadline included."""
+        self.moved.set()
+        self.engine, self.moved, self.deadline = engine, asyncio.Event(), deadline
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(_loop_time(deadline))
 
 
 class GatewayActor:
@@ -115,15 +123,13 @@ class GatewayActor:
         """An episode to its end, with this engine from now on; None when another one has taken it over. One that is
         open is gone on with, and one that has ended stays until `drop`."""
         if (found := self._episodes.get(episode)) is None:
-            found = self._episodes[episode] = _Open(engine)
+            found = self._episodes[episode] = _Open(engine, play.deadline)
             self._calls.begin(episode)
             self._calls.bind(episode, engine, play.deadline)
             found.playing = asyncio.create_task(self._to_the_end(episode, found, play))
         elif found.engine != engine:
-            found.moved.set()
-            found.engine, found.moved = engine, asyncio.Event()
+            found.move(engine, play.deadline)
             if not found.over.done():
-                found.limit.reschedule(_loop_time(play.deadline))
                 self._calls.bind(episode, engine, play.deadline)
         moved = asyncio.create_task(found.moved.wait())
         try:
@@ -174,19 +180,19 @@ class GatewayActor:
             found.over.set_exception(error)  # not the harness's: whoever asked for the episode gets it
         finally:
             found.over.cancel()  # if it was dropped
-        asyncio.get_running_loop().call_at(_loop_time(play.deadline) + KEPT_S, self._episodes.pop, name, None)
+        asyncio.get_running_loop().call_at(_loop_time(found.deadline) + KEPT_S, self._episodes.pop, name, None)
 
     async def _play(self, name: str, found: _Open, play: Play) -> Played:
         started, prompt = time.time(), play.prompt
         access = self._server.open(name, partial(self._calls.sample, name), sampling=play.sampling, seed=play.seed)
         result: EpisodeResult | RewardFailure
-        found.limit = asyncio.timeout_at(_loop_time(play.deadline))
         try:
-            async with found.limit:
+            async with asyncio.timeout_at(_loop_time(found.deadline)) as found.limit:
                 result = await self._pool.play(Task(name, prompt.text, prompt.answer, access))
         except TimeoutError:
             result = RewardFailure(DropReason.TIMEOUT, "its group's time was up (flow.group_timeout_s)")
         finally:
+            found.limit = None
             record = await self._server.end(name)
             wasted = self._calls.end(name)
         return self._played(prompt, record, result, wasted, started)

@@ -17,7 +17,7 @@ from actors.rollout.generation import CompletionGenerator
 from actors.rollout.quarantine import Quarantine
 from actors.runtime.background import retrieve_exception
 from asyncrl.engines.base import Engine
-from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.errors import EngineError
 from asyncrl.types import Finish, Segment
 
 
@@ -76,7 +76,7 @@ class EpisodePlayer:
                     task = asyncio.create_task(self._run(call))
                     self._requests.add(task)
                     task.add_done_callback(self._requests.discard)
-        except AsyncRLError as error:
+        except Exception as error:
             self._break(error)
 
     async def _run(self, call: Call) -> None:
@@ -87,6 +87,8 @@ class EpisodePlayer:
             if self._engine.refusal:
                 return self._break(error)  # other engines have to continue its calls
             sampled = Sampled(call.request.id, (), "abort", error=str(error))
+        except Exception as error:
+            return self._break(error)
         finally:
             self.begun.pop(call.request.id, None)
             self._tell(call.episode, -1)
@@ -109,6 +111,8 @@ class EpisodePlayer:
             if not spoiled:
                 return Sampled(name, (*segments, *answer.segments), answer.finish, wasted)
             sound = tuple(takewhile(lambda segment: segment.version <= self._served(), answer.segments))
+            if answer.finish != "abort" and len(sound) == len(answer.segments):  # over before the bad version came
+                return Sampled(name, (*segments, *sound), answer.finish, wasted)
             wasted += answer.sampled_tokens - sum(map(len, sound))
             segments, request = (*segments, *sound), request.after(sound)
         aborted: Finish = "abort"
@@ -128,10 +132,11 @@ class EpisodePlayer:
             while self._answers:
                 ready, self._answers = self._answers, []
                 await self._gateway.answer(ready)
-        except AsyncRLError as error:
+        except Exception as error:
             self._break(error)
 
-    def _break(self, error: AsyncRLError) -> None:
+    def _break(self, error: Exception) -> None:
+        """Whoever plays an episode hears of it, whatever it is: nobody else waits for these tasks."""
         if not self._broken.done():
             self._broken.set_exception(error)
             retrieve_exception(self._broken)

@@ -158,17 +158,14 @@ def _parameter_types(name: str, tools: Tools) -> dict[str, Any]:
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Texts are written as they are, all else as JSON; only the tool's schema tells "5" from 5."""
+    """Texts are written as they are, all else as JSON; only the tool's schema tells "5" from 5. What Python's own
+    reader takes beyond that (1e999, half a surrogate pair) could not be written as JSON again."""
     if kind == "string":
         return text
     try:
-        return json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _llama3_json(text: str, tools: Tools) -> Parsed:

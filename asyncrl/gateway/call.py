@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import xxhash
 
 from asyncrl.chat import Message
 from asyncrl.chat.format import NO_OPTIONS
@@ -70,8 +71,45 @@ class ApiRequest(Protocol):
     def events(self, answers: Answers, history: "History") -> Iterable[Event]: ...
 
 
-History = dict[str, list[Message]]
-"""Messages of an episode by the id of the response that ended them, for `previous_response_id`."""
+class History:
+    """What the responses of an episode ended, for `previous_response_id`: a tree that has each message once, although
+    most clients send all of them again with each call."""
+
+    def __init__(self) -> None:
+        self._root = _Said()
+        self._ends: dict[str, _Said] = {}
+
+    def __contains__(self, response: str) -> bool:
+        return response in self._ends
+
+    def messages(self, response: str) -> list[Message]:
+        """Up to the response, itself included."""
+        found, said = list[Message](), self._ends[response]
+        while said.before is not None:
+            found.append(said.message)
+            said = said.before
+        return found[::-1]
+
+    def add(self, response: str, earlier: str | None, messages: Sequence[Message]) -> None:
+        """A response that ended these messages, which came after those of an earlier one, if there is one."""
+        said = self._root if earlier is None else self._ends[earlier]
+        for message in messages:
+            digest = xxhash.xxh3_128_digest(msgspec.json.encode(message))
+            if (following := said.after.get(digest)) is None:
+                following = said.after[digest] = _Said(message, said)
+            said = following
+        self._ends[response] = said
+
+
+class _Said:
+    """A message after those before it."""
+
+    __slots__ = ("after", "before", "message")
+
+    def __init__(self, message: Message | None = None, before: "_Said | None" = None) -> None:
+        self.message: Message = message or {}
+        self.before = before
+        self.after: dict[bytes, _Said] = {}
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class OpenEpisode:
     ) -> None:
         self.key = secrets.token_urlsafe(32)
         self.record = record
-        self.history: History = {}
+        self.history = History()
         self._name = name
         self._chat = chat
         self._sampler = sampler
@@ -109,6 +109,7 @@ class OpenEpisode:
         try:
             return self.record.end(opened, sampled, call.stop, tool_calls=call.tool_calls)
         except NoRoomError as error:
+            self.record.answer_empty()
             return error
 
     def _without_room(self, call: Call, error: NoRoomError, created: float) -> Answers:
@@ -117,6 +118,7 @@ class OpenEpisode:
         self._empty_answers += 1
         if self._empty_answers > EMPTY_ANSWERS:
             raise error
+        self.record.answer_empty(call.n)
         return Answers(
             f"none-{self._empty_answers}", created, error.prompt_tokens, [NOTHING] * call.n, self._chat.decode
         )

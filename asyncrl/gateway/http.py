@@ -43,7 +43,7 @@ IDLE_S = 3600
 """A connection is kept so long: tools take their time, and a client that reuses one just closed sees an error."""
 CLOSE_S = 2
 """For the last answers to be sent."""
-PATH = re.compile(r"/e/([^/]+)/v1/(.+?)/*")
+PATH = re.compile(r"/e/([^/]+)/v1/(.+)")
 AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 """Where msgspec says that an error is."""
 
@@ -105,8 +105,7 @@ class HttpServer:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        found = PATH.fullmatch(request.url.path)
-        name, path = found.groups() if found else ("", "")
+        name, path = place(request.url.path)
         anthropic = path.startswith("messages") or "anthropic-version" in request.headers
         try:
             episode = self._gateway.authorised(name, _key(request))
@@ -119,6 +118,13 @@ class HttpServer:
             traceback.print_exc()
             response = _failure(CallError(500, f"the gateway failed: {error!r}"), anthropic=anthropic)
         await response(scope, receive, send)
+
+
+def place(path: str) -> tuple[str, str]:
+    """The episode and what is asked of it; both empty where there is nothing. Before the key is looked at, so it costs
+    no more than the path is long."""
+    found = PATH.fullmatch(path.rstrip("/"))
+    return (found[1], found[2]) if found else ("", "")
 
 
 def _key(request: Request) -> str:

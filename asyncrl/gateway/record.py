@@ -124,6 +124,8 @@ class EpisodeRecord:
         self._segments: list[Segment] = []
         self._branches: list[Branch] = []
         self._turns: list[_Answered] = []
+        self._answers: list[bool] = []
+        """Of each call that was answered, in order: whether it left a turn."""
         self._last_messages: Sequence[Message] = ()
         self._first_prompt = 0
         self._calls = 0
@@ -232,6 +234,7 @@ class EpisodeRecord:
             raise self._no_room(len(call.prompt))
         self._times.end()
         if not count:
+            self.answer_empty()
             return Answer(Reply(""), "length" if sampled.finish == "length" else "stop", *_arrays([]))
         segments = cut(segments, room)
         answer = self._read(call, segments, stop, call.tools if tool_calls else ())
@@ -241,6 +244,10 @@ class EpisodeRecord:
         self.wasted_tokens += count - len(answer.tokens)
         self._write(call, given, cut(segments, len(answer.tokens)), answer.reply)
         return answer
+
+    def answer_empty(self, calls: int = 1) -> None:
+        """These were answered without a token, as at the end of the context."""
+        self._answers += [False] * calls
 
     def drop(self, call: OpenCall, sampled_tokens: int = 0) -> None:
         """A call that was cut off."""
@@ -279,6 +286,7 @@ class EpisodeRecord:
         self._tree.append(after, np.concatenate([given, *(segment.tokens for segment in segments)]))
         self._last_messages = call.messages
         self._turns.append(_Answered(start + len(given), self._tree.size, reply))
+        self._answers.append(True)
         self._conversations.add(call.conversation, call.node, message, self._tree.size - 1)
 
     def _cause(self, call: OpenCall) -> BranchCause:
@@ -325,13 +333,21 @@ class EpisodeRecord:
         return BranchCause.RERENDERED
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> tuple[tuple[Segment, ...], Episode]:
-        """What was sampled so far. `turn_rewards` are in the order in which the calls were answered."""
-        if turn_rewards and len(turn_rewards) != len(self._turns):
+        """What was sampled so far. `turn_rewards` are in the order in which the calls were answered. Those of calls
+        that were answered without a token count for nothing, and may be left out."""
+        if len(turn_rewards) == len(self._answers):
+            rewards = [reward for reward, turn in zip(turn_rewards, self._answers, strict=True) if turn]
+        elif len(turn_rewards) == len(self._turns):
+            rewards = turn_rewards
+        elif not turn_rewards:
+            rewards = [0.0] * len(self._turns)
+        else:
+            empty = len(self._answers) - len(self._turns)
+            without = f", {empty} of them answered without a token" if empty else ""
             raise ValueError(
-                f"turn_rewards has {len(turn_rewards)} rewards, and the model was called {len(self._turns)} times; "
-                "give one for each call that was answered, in that order, or none"
+                f"turn_rewards has {len(turn_rewards)} rewards, and the model was called {len(self._answers)} "
+                f"times{without}; give one for each call that was answered, in that order, or none"
             )
-        rewards = turn_rewards or [0.0] * len(self._turns)
         turns = [
             Turn(turn.start, turn.stop, float(reward), len(turn.reply.tool_calls))
             for turn, reward in zip(self._turns, rewards, strict=True)

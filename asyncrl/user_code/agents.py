@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.data.reward_parts import finite
 from asyncrl.drop_reasons import DropReason
-from asyncrl.user_code.protocol import RewardFailure, attempt
+from asyncrl.user_code.protocol import RewardFailure, attempt, describe, whole_text
 from asyncrl.user_code.score import RULE, Score, read_score
 
 MAX_RESULT = 1 << 20
@@ -79,11 +79,13 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 def play(function: Callable[..., Any], task: Task) -> EpisodeResult | RewardFailure:
-    """Call it in this thread."""
+    """Call it in this thread, which whatever it raises must not end: nobody would hear of the episode any more."""
     try:
         return read_outcome(attempt("agent", function, task.prompt, task.answer, task.access))
     except SystemExit as end:  # a script that ends itself
         return failure(f"it called sys.exit({end.code!r})")
+    except BaseException as error:  # asyncio's CancelledError is one, and the result may raise when it is read
+        return failure(*describe(error))
 
 
 def failure(message: str, source: str = "") -> RewardFailure:
@@ -114,4 +116,4 @@ def _checked(found: Outcome) -> EpisodeResult | None:
     wrong = (found.reward is not None and score is None) or None in rewards
     if wrong or not (text is None or (isinstance(text, str) and len(text) <= MAX_RESULT)):
         return None
-    return EpisodeResult(text, score, tuple(each for each in rewards if each is not None))
+    return EpisodeResult(text and whole_text(text), score, tuple(each for each in rewards if each is not None))

@@ -160,6 +160,7 @@ class _Worker:
             return
         if episode.heard.is_set():
             self._stuck(self)
+            self._leave_if_idle()  # if it was retired for another, and this one was in time then
         else:
             await child.leave()
 

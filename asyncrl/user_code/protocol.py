@@ -70,10 +70,15 @@ def attempt(kind: UserFunction, function: Callable[..., Any], *args: Any, **kwar
         return RewardFailure(DropReason.of_function(kind, "error"), message, source)
 
 
-def describe(error: Exception) -> tuple[str, str]:
+def describe(error: BaseException) -> tuple[str, str]:
     """One line, with the place if it lies in the user's code, and the line of code there."""
     if isinstance(error, AsyncRLError):
         return str(error)[:MAX_MESSAGE], ""
     place, source = raised_at(error)
-    words = " ".join(f"{type(error).__name__}: {error}".split())
+    words = whole_text(" ".join(f"{type(error).__name__}: {error}".split()))
     return words[:MAX_MESSAGE] + (f" ({place})" if place else ""), source
+
+
+def whole_text(text: str) -> str:
+    """The same, with surrogates in pairs as the character that they are, and others replaced: these have no UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

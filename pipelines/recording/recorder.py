@@ -239,6 +239,13 @@ class Recorder:
         self.event("restart", reason=reason)
         self._say(f"{reason.splitlines()[0]}: the run starts again from its last checkpoint")
 
+    def regenerated(self, samples: int) -> None:
+        """These were in flight when the run was killed or an actor died: the only ones whose harness or environment is
+        called a second time."""
+        text = f"{samples} samples that were in flight are generated again"
+        self.event("regenerated", samples=samples, text=text)
+        self._say(text)
+
     def changed(self, overrides: Sequence[str]) -> None:
         """The run was resumed with other settings."""
         self.event("settings_changed", step=self._first_step, overrides=list(overrides))

@@ -5,10 +5,12 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
+from actors.gateway.actor import GatewayActor, Play
 from asyncrl.errors import WeightSyncError
-from asyncrl.types import GIVEN, Probe, Prompt, SendOrder, Slot, Trajectory
+from asyncrl.types import GIVEN, Probe, Prompt, Sampling, SendOrder, Slot, Trajectory
 from tests.actors.test_publisher import model  # pyright: ignore[reportUnusedImport]
 from tests.support.agents import PROMPT, Played, agent_run, playing, with_limits, write_harness
 
@@ -126,6 +128,72 @@ def test_a_group_out_of_time_ends_its_episodes(model: Path, tmp_path: Path, harn
             assert (await at.buffer.ledger()).dropped == {"timeout": 1, "group_incomplete": 1}
 
     asyncio.run(scenario())
+
+
+def test_another_engine_may_take_over_at_any_moment(model: Path, tmp_path: Path, harness: Path) -> None:
+    """Also before the harness was begun, and while the episode ends at its deadline."""
+
+    async def scenario() -> None:
+        gateway = GatewayActor(agent_run(model, harness, "slow"), model)
+        await gateway.start()
+        play = Play(PROMPT, Sampling(max_tokens=8), seed=0, deadline=time.time() + 1.0)
+        playing = [asyncio.create_task(gateway.play("e.0", "0.0", play))]
+        await asyncio.sleep(0)
+        while not gateway._episodes["0.0"].over.done():
+            playing.append(asyncio.create_task(gateway.play(f"e.{len(playing)}", "0.0", play)))
+            at_an_edge = len(playing) < 20 or time.time() > play.deadline - 0.05
+            await asyncio.sleep(0 if at_an_edge else 0.02)
+        *moved, last = await asyncio.gather(*playing)
+        assert set(moved) <= {None, last}
+        assert last is not None
+        assert last.failure is not None
+        assert last.failure.reason == "timeout"
+        await gateway.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_later_deadline_is_that_of_the_engine_that_plays(model: Path, tmp_path: Path, harness: Path) -> None:
+    """It takes an episode over before its harness was begun."""
+
+    async def scenario() -> None:
+        gateway = GatewayActor(agent_run(model, harness, "silent"), model)
+        await gateway.start()
+        over = Play(PROMPT, Sampling(max_tokens=8), seed=0, deadline=time.time() - 1.0)
+        first = asyncio.create_task(gateway.play("e.0", "0.0", over))
+        second = asyncio.create_task(
+            gateway.play("e.1", "0.0", msgspec.structs.replace(over, deadline=time.time() + 1000))
+        )
+        played = await second
+        assert await first is None
+        assert played is not None
+        assert played.failure is not None
+        assert played.failure.reason == "agent_invalid"
+        await gateway.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("cluster", ["inprocess", "local"])
+def test_nobody_beyond_this_machine_can_call_it(model: Path, tmp_path: Path, harness: Path, cluster: str) -> None:
+    async def scenario() -> list[str]:
+        run = msgspec.structs.replace(agent_run(model, harness, "silent"), cluster=cluster)
+        before = _listening()
+        gateway = GatewayActor(run, model)
+        await gateway.start()
+        try:
+            while not (found := _listening() - before):  # noqa: ASYNC110  (of the kernel)
+                await asyncio.sleep(0.01)
+            return [ip for ip, _ in found]
+        finally:
+            await gateway.close()
+
+    assert asyncio.run(scenario()) == ["127.0.0.1"]
+
+
+def _listening() -> set[tuple[str, int]]:
+    """By this process."""
+    return {c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
 async def _sampling(at: Played, engine: int, tokens: int = 3) -> None:

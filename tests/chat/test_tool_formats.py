@@ -1,7 +1,6 @@
 """Tool calls in each format: what is read, what stays text, and that nothing a model writes is an error."""
 
-import json
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +48,13 @@ READ = [
         "",
         [Call("f", '{"zip": "8010", "n": 5, "l": ["x"], "t": "two\\nlines"}')],
     ),
+    (
+        "qwen3_coder",
+        '<tool_call>\n<function=f>\n<parameter=a>\n1e999\n</parameter>\n<parameter=b>\n"\\ud800"\n</parameter>\n'
+        "<parameter=c>\n[-1e999, NaN]\n</parameter>\n<parameter=d>\n123456789012345678901\n</parameter>\n</function>",
+        "",
+        [Call("f", '{"a": "1e999", "b": "\\"\\\\ud800\\"", "c": "[-1e999, NaN]", "d": 123456789012345678901}')],
+    ),  # no JSON that others could read
     ("qwen3_coder", "So.\n\n<tool_call>\n<function=g>\n</function>\n</tool_call>", "So.", [G]),
     ("qwen3_coder", "<tool_call><function=g></function>", "", [G]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [F]),
@@ -130,6 +136,7 @@ PIECES = st.sampled_from([
     "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|channel|>", "<|message|>",
     "<|start|>assistant", "<|end|>", "<|constrain|>", "analysis", " to=functions.f", "{", "}", "[", "]", ";", ", ",
     "\n", '"name": ', '"f"', '"arguments": ', '"parameters": ', "{}", "null", "1", "NaN", "f", WRITTEN, '{"a": 1}',
+    "1e999", '"\\ud800"',
 ])  # fmt: skip
 
 
@@ -139,6 +146,6 @@ def test_nothing_that_is_written_is_an_error(name: str, text: str) -> None:
     found = TOOL_FORMATS[name].parse(text, TOOLS)
     for call in found.calls:
         assert call.name
-        assert isinstance(json.loads(call.arguments), dict)
+        assert isinstance(msgspec.json.decode(call.arguments), dict)  # stricter than Python's
     if not found.calls and name != "harmony":
         assert found.content == text

@@ -1,8 +1,6 @@
 """The record holds what the engine was given and what it sampled, whatever a harness does to its history."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -17,19 +15,9 @@ from asyncrl.gateway.errors import AbortedError, NoRoomError
 from asyncrl.gateway.record import Answer, EpisodeRecord, OpenCall, SampledTokens
 from asyncrl.types import GIVEN, Episode, Ints, Segment
 from tests.support.character_chat import END, CharacterChat, decode, encode
+from tests.support.random_harness import TOOLS, play, random_record, sampled, user
 
 SYSTEM = {"role": "system", "content": "be brief"}
-TOOLS = ({"type": "function", "function": {"name": "find"}},)
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def sampled(text: str, *, version: int = 3, finish: str = "stop") -> SampledTokens:
-    """As a model writes it: `ab` in two tokens."""
-    ids = [token for character in text for token in encode(character)] + [END] * (finish == "stop")
-    return SampledTokens((Segment.sampled(ids, [-0.5] * len(ids), version),), finish)  # type: ignore[arg-type]
 
 
 class Harness:
@@ -265,61 +253,18 @@ def test_rewards_of_turns() -> None:
         harness.record.trajectory([1.0, 2.0])
 
 
-STYLES = ["whole", "no reasoning", "null", "parts", "json"]
-
-
-def steps_of(random: Random) -> Iterator[tuple[Any, ...]]:
-    """What a harness and an engine may do: mostly go on, sometimes edit, branch, run in parallel, or break off."""
-
-    def text(letters: str, most: int) -> str:
-        return "".join(random.choices(letters, k=random.randint(0, most)))
-
-    def reply() -> str:
-        thought, said = text("abc", 4), text("ab<c", 6)
-        calls = [{"x": random.choice([0, 1, 1.5, 2.0])} for _ in range(random.choice([0, 0, 0, 1, 2]))]
-        shown = "".join(f"<call>f {json.dumps(call)}</call>" for call in calls)
-        return (f"<think>{thought}</think>" if thought else "") + said + shown
-
-    for _ in range(random.randint(5, 60)):
-        kind = random.choices(["begin", "end", "say", "edit", "rewind", "open", "drop"], [10, 10, 8, 1, 1, 1, 1])[0]
-        which = random.choice([0, 0, 0, random.randrange(6)])
-        match kind:
-            case "begin":
-                yield kind, which, random.choice([1, 1, 1, 1, 2, 3]), random.choice([TOOLS] * 15 + [()])
-            case "end":
-                yield kind, which, reply(), random.choice(["stop"] * 8 + ["length", "abort"])
-            case "say":
-                yield kind, which, random.choice(["user", "user", "tool", "system"]), text("ab<c", 6)
-            case "edit":
-                yield kind, which, random.randrange(8), text("ab<c", 6)
-            case "rewind":
-                yield kind, which, random.randint(1, 8)
-            case "open":
-                yield kind, random.choice(["", "x", "ab"]), text("ab<c", 6)
-            case _:
-                yield kind, which
-
-
-def sent_back(reply: Message, style: str) -> Message:
-    if style == "no reasoning":
-        return {name: value for name, value in reply.items() if name != "reasoning_content"}
-    if style == "null" and not reply["content"]:
-        return {**reply, "content": None}
-    if style == "parts":
-        return {**reply, "content": [{"type": "text", "text": reply["content"]}]}
-    if style == "json":
-        calls = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(json.loads(call["function"]["arguments"]), indent=1),
-                },
-            }
-            for call in reply.get("tool_calls", ())
-        ]
-        return {**reply, "tool_calls": calls} if calls else reply
-    return reply
+def test_calls_that_were_answered_empty_have_rewards_too_which_count_for_nothing() -> None:
+    harness = Harness(max_tokens=8)
+    harness.say([user("a")], "four")
+    [call] = harness.record.begin([user("a")])
+    harness.record.end(call, SampledTokens((), "stop"))
+    with pytest.raises(NoRoomError):
+        harness.record.begin([user("b" * 100)])
+    harness.record.answer_empty()
+    for rewards in ([0.5, 1.0, 2.0], [0.5]):
+        assert [turn.reward for turn in harness.record.trajectory(rewards)[1].turns] == [0.5]
+    with pytest.raises(ValueError, match="2 rewards, and the model was called 3 times, 2 of them answered without"):
+        harness.record.trajectory([1.0, 2.0])
 
 
 @settings(max_examples=1000, deadline=None)
@@ -327,42 +272,22 @@ def sent_back(reply: Message, style: str) -> Message:
 def test_the_tree_is_what_the_engine_was_given_and_sampled(seed: int) -> None:
     """Against a plain list of all calls."""
     random = Random(seed)
-    chat = CharacterChat(strips=random.random() < 0.5, continues=random.random() < 0.8)
-    history, room = random.choice(["keep", "keep", "template"]), random.choice([100, 500, 10_000, 10_000])
-    style, stop = random.choice(STYLES), random.choice([(), (), ("<",), ("bc", "cc")])
-    record = EpisodeRecord(chat, max_tokens=room, history=history)  # type: ignore[arg-type]
-    conversations: list[list[Message]] = [[user("go")]]
-    running: list[tuple[OpenCall, int, list[Message]]] = []
+    record, room = random_record(random)
+    stop = random.choice([(), (), ("<",), ("bc", "cc")])
     expected: list[tuple[list[int], list[int], list[float], list[int]]] = []
     spent = 0
-    for number, (kind, *what) in enumerate([*steps_of(random), *[("end", 0, "last", "stop")] * 3]):
-        if kind == "begin":
-            talk = what[0] % len(conversations)
-            try:
-                calls = record.begin(list(conversations[talk]), what[2], n=what[1])
-            except NoRoomError:
-                continue
-            running += [(call, talk, list(conversations[talk])) for call in calls]
-        elif kind == "end" and running:
-            call, talk, said = running.pop(what[0] % len(running))
-            answer, spent = _end(record, call, what[1], what[2], stop, number, expected, spent)
-            if answer is not None and conversations[talk] == said:
-                conversations[talk] = [*said, sent_back(answer.reply.message(), style)]
-        elif kind == "drop" and running:
-            call, _, _ = running.pop(what[0] % len(running))
-            record.drop(call, 2)
-            spent += 2
-        elif kind == "edit":
-            messages = conversations[what[0] % len(conversations)]
-            at = what[1] % len(messages)
-            messages[at] = {**messages[at], "content": what[2]}
-        elif kind == "rewind":
-            talk = what[0] % len(conversations)
-            conversations.append(conversations[talk][: what[1]])
-        elif kind == "open":
-            conversations.append([{"role": "system", "content": what[0]}, user(what[1])])
-        elif kind == "say":
-            conversations[what[0] % len(conversations)].append({"role": what[1], "content": what[2]})
+
+    def end(call: OpenCall, text: str, finish: str, number: int) -> Answer | None:
+        nonlocal spent
+        answer, spent = _end(record, call, text, finish, stop, number, expected, spent)
+        return answer
+
+    def drop(call: OpenCall) -> None:
+        nonlocal spent
+        record.drop(call, 2)
+        spent += 2
+
+    play(random, record, end, drop)
     assert unrolled(record) == expected
     segments, episode = record.trajectory()
     assert episode.wasted_tokens == spent - sum(len(tokens) for _, tokens, _, _ in expected)

@@ -55,6 +55,17 @@ def test_nothing_is_beside_the_episodes(gateway: RunningGateway) -> None:
     assert [each.status_code for each in found] == [401] * len(BESIDE)
 
 
+@pytest.mark.timeout(60)
+def test_a_path_costs_what_its_length_costs() -> None:
+    """Anybody may send one, and nothing else is answered meanwhile. If it cost the square, this would take hours."""
+    assert http.place("/e/1-0/v1/" + "/" * 5_000_000 + "x") == ("1-0", "/" * 5_000_000 + "x")
+
+
+def test_slashes_at_the_end_of_a_path_do_not_count(gateway: RunningGateway) -> None:
+    assert post(gateway.open(Script("yes")), "chat/completions//").status_code == 200
+    assert http.place("/e/1-0/v1///") == ("", "")
+
+
 def test_it_listens_on_the_loopback_interface_alone(gateway: RunningGateway) -> None:
     port = int(gateway.server.url.rpartition(":")[2])
     listening = [
@@ -138,6 +149,21 @@ def test_seeds_and_ids_of_calls(gateway: RunningGateway) -> None:
     assert [(r.id, r.seed) for r in first.requests] == [(r.id, r.seed) for r in again.requests]
     assert [r.id for r in first.requests] == ["1-0/0", "1-0/1"]
     assert len({r.seed for r in first.requests}) == 2
+
+
+def test_each_answer_can_have_a_reward_of_its_own(gateway: RunningGateway) -> None:
+    """Also those that are empty because the tokens are used up: a harness does not know which these are."""
+
+    async def four_tokens(request: Request) -> SampledTokens:
+        return spoken("abcd", request.sampling.max_tokens)
+
+    access = gateway.open(four_tokens, max_tokens=12)
+    choices = [post(access, json={**BODY, "n": n}).json()["choices"] for n in (1, 1, 2, 3)]
+    texts = [choice["message"]["content"] for reply in choices for choice in reply]
+    turns = gateway.do(gateway.server.end("1-0")).trajectory([float(i) for i in range(len(texts))])[1].turns
+    assert [turn.stop - turn.start for turn in turns] == [4, 4, 4]
+    assert sorted(texts) == ["", "", "", "", "abcd", "abcd", "abcd"]
+    assert [turn.reward for turn in turns] == [float(i) for i, text in enumerate(texts) if text]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "é", "a?b"])

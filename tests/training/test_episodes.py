@@ -1,7 +1,9 @@
 """Episodes with branches in training: the same loss and gradient as that of every turn by itself."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
@@ -35,6 +37,7 @@ from asyncrl.training.batches import block, pack, share
 from asyncrl.training.learner import Learner
 from asyncrl.types import Group, Slot, Trajectory
 from tests.support.episodes import EpisodeWriter, context, random_group, turn_alone
+from tests.support.random_harness import recorded_episode
 from tests.support.tiny_model import tiny_checkpoint
 from tests.support.training_groups import gradients_of
 
@@ -89,6 +92,22 @@ def test_loss_and_gradient_are_those_of_every_turn_by_itself(
     learner: Learner, seed: int, packing: Packing, turn_rewards: bool, one_prompt: bool
 ) -> None:
     groups = _groups(seed, turn_rewards=turn_rewards, one_prompt=one_prompt)
+    _check_loss(learner, groups, packing)
+
+
+@pytest.mark.parametrize("groups", [2, pytest.param(334, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_loss_and_gradient_of_what_the_gateway_records(tmp_path: Path, groups: int) -> None:
+    """Up to 1,000 episodes, with all that a harness may do to its history."""
+    tiny_checkpoint(tmp_path, vocab_size=128)
+    learner, random, branches = Learner(tmp_path, RUN), Random(1), Counter[str]()
+    for number in range(groups):
+        episodes = [recorded_episode(random, Slot(number, i), reward=float(i % 2), tokens=400) for i in range(3)]
+        branches.update(branch.cause for each in episodes if each.episode for branch in each.episode.branches)
+        _check_loss(learner, [Group(id=number, trajectories=tuple(episodes))], PACKINGS[number % len(PACKINGS)])
+    assert len(branches) >= (9 if groups > 100 else 3)  # causes
+
+
+def _check_loss(learner: Learner, groups: Sequence[Group], packing: Packing) -> None:
     expected, gradients, tokens = _alone(learner, groups)
     blocks = with_advantages(RUN, groups)
     assert tokens == sum(t.sampled_tokens for group in groups for t in group.trajectories)

@@ -39,6 +39,13 @@ def secrets(answer, access): return str(sorted(name for name in os.environ if na
 def raises(answer, access): raise ValueError("no way " + answer)
 def polite(answer, access): sys.exit("bye")
 def odd(answer, access): return object()
+def cancelled(answer, access): raise asyncio.CancelledError("its own")
+def half(answer, access): return "half of \\ud83d"
+def two_halves(answer, access): return "\\ud83d\\ude00"
+def fails_by_half(answer, access): raise ValueError("half of \\ud83d")
+class Shy:
+    def __repr__(self): raise ValueError("not to be shown")
+def shy(answer, access): return Shy()
 def dies(answer, access): os._exit(3)
 def sleeps(answer, access): time.sleep(float(answer)); return str(os.getpid())
 async def waits(answer, access): await asyncio.sleep(float(answer)); return str(os.getpid())
@@ -90,6 +97,16 @@ def test_whatever_it_does_is_a_result(file: Path, kind: str, monkeypatch: pytest
     assert isinstance(found[5], RewardFailure)
     assert "sys.exit('bye')" in found[5].message
     assert found[7] == EpisodeResult("[]")
+
+
+@pytest.mark.parametrize("kind", ["plain", "tasks"])
+def test_what_cannot_be_told_as_it_is_does_not_wait_for_its_time(file: Path, kind: str) -> None:
+    names = ("half", "two_halves", "fails_by_half", "cancelled", "shy")
+    found = play(Agent(function=f"{file}:{kind}", timeout_s=20.0), *((name, "") for name in names))
+    assert found[:2] == [EpisodeResult("half of \ufffd"), EpisodeResult("\U0001f600")]
+    assert reasons(found[2:]) == ["agent_error"] * 3
+    assert isinstance(found[2], RewardFailure)
+    assert "ValueError: half of \ufffd" in found[2].message
 
 
 @pytest.mark.parametrize(("kind", "sleep"), [("plain", "sleeps"), ("tasks", "waits")])
@@ -184,6 +201,27 @@ def test_a_worker_that_retires_ends_after_the_others_in_it(file: Path, monkeypat
         assert elsewhere != EpisodeResult(str(old))
         assert await in_time == EpisodeResult(str(old))
         await _until(lambda: not psutil.pid_exists(old))
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_retires_ends_after_one_that_hangs_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was in time when the worker was retired, and nobody hears of its end."""
+    monkeypatch.setattr(harness_pool, "CANCEL_S", 0.5)
+
+    async def scenario() -> None:
+        pool = HarnessPool(Agent(function=f"{file}:plain"))
+        hang = [asyncio.create_task(pool.play(Task(name, "sleeps", "1000", ACCESS))) for name in "ab"]
+        await _until(lambda: len(pool.judging) == 2)
+        old = pool.judging[0].pid
+        hang[0].cancel()
+        elsewhere = await pool.play(Task("c", "pid", "", ACCESS))
+        while elsewhere == EpisodeResult(str(old)):
+            elsewhere = await pool.play(Task("c", "pid", "", ACCESS))
+        hang[1].cancel()
+        await _until(lambda: not psutil.pid_exists(old))
+        await _until(lambda: not pool.playing)
         await pool.close()
 
     asyncio.run(scenario())

@@ -105,18 +105,17 @@ class Responses(msgspec.Struct, kw_only=True):
         earlier = self.previous_response_id
         if earlier is not None and earlier not in history:
             raise invalid("previous_response_id", f"{earlier} is no response of this episode, or was not stored")
-        said = history[earlier] if earlier is not None else []
-        new: list[Message] = (
-            [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _read(self.input)
-        )
-        return said + new
+        return (history.messages(earlier) if earlier is not None else []) + self._new()
+
+    def _new(self) -> list[Message]:
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _read(self.input)
 
     def response(self, answers: Answers, history: History) -> Any:
         answer = answers.choices[0]
         cut_off = answer.finish == "length"
         found = self._head(answers, "incomplete" if cut_off else "completed")
         if self.store is not False:
-            history[found["id"]] = [*self._said(history), answer.reply.message()]
+            history.add(found["id"], self.previous_response_id, [*self._new(), answer.reply.message()])
         found["incomplete_details"] = {"reason": "max_output_tokens"} if cut_off else None
         found["output"] = self._items(answers)
         found["usage"] = _usage(answers)

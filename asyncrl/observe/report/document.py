@@ -104,7 +104,7 @@ TOLD = (
         "drafter_failed",
         "stall",
     ),
-    *("checkpoint_damaged", "pruned", "function_failed"),
+    *("regenerated", "checkpoint_damaged", "pruned", "function_failed"),
 )
 """Events that are listed in words."""
 LOG = 500
