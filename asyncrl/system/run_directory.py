@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ConfigError
-from asyncrl.system.storage import storing
+from asyncrl.system.storage import storing, sync
 
 OWNER_ONLY = 0o077
 """The umask of every process of a run: completions, rewards and weights are private."""
@@ -76,6 +76,13 @@ class RunDirectory:
         finally:
             os.close(handle)
 
+    def read_summary(self) -> dict[str, Any] | None:
+        """None if there is none, or none that can be read: every attempt writes a new one."""
+        try:
+            return msgspec.json.decode(self.summary.read_bytes(), type=dict[str, Any])
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
     def close_to_others(self) -> None:
         """Restore the mode that it was created with, wherever it was copied to since."""
         if self.path.stat().st_uid == os.geteuid():
@@ -83,14 +90,18 @@ class RunDirectory:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write beside the target and rename, so a reader sees the old file or the new one, never half of it."""
+    """Write beside the target and rename, so a reader sees the old file or the new one, never half of it. Synced, the
+    file before its new name: without it a machine that loses its power leaves an empty file."""
     scratch = path.with_name(f".{path.name}.partial")
     scratch.unlink(missing_ok=True)  # a link that somebody put there would be followed
     with storing(path):
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(descriptor)
         scratch.replace(path)
+        sync(path.parent)
 
 
 EVERY_STEP = frozenset(

@@ -73,9 +73,7 @@ def read_one(path: Path, label: str) -> Recorded:
     directory = RunDirectory.open(path)
     if not directory.metrics.is_file():
         raise ConfigError(f"{path} has no metrics.parquet: none of its steps is finished, so leave it out for now")
-    summary: dict[str, Any] = {}
-    if directory.summary.is_file():
-        summary = msgspec.json.decode(directory.summary.read_bytes())
+    summary = directory.read_summary() or {}
     return Recorded(
         label=label,
         # Read as it stands, not as a Run: what another release has written can be compared as well.

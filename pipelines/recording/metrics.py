@@ -14,6 +14,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from asyncrl.data.untrusted import read_table
+from asyncrl.errors import CorruptSegmentError
 from asyncrl.system.run_directory import replace
 
 pa, pc, pq = cast(Any, pyarrow), cast(Any, pyarrow.compute), cast(Any, pyarrow.parquet)  # their stubs are incomplete
@@ -34,9 +35,16 @@ class MetricsRows(Sequence[Row]):
         self._path = path
         self._chunks: list[Any] = []
         self._newest: list[Row] = []
+        self.damaged = ""
+        """What is wrong with the recorded rows, which were set aside."""
         if path.exists():
-            table = read_table(path)
-            self._chunks = [table.filter(pc.less(table["step"], before))]
+            try:
+                table = read_table(path)
+                self._chunks = [table.filter(pc.less(table["step"], before))]
+            except (CorruptSegmentError, KeyError) as error:
+                aside = path.with_name(f"damaged-{path.name}")
+                path.rename(aside)
+                self.damaged = f"{error}; it is {aside.name} now, and the rows begin again with step {before + 1}"
         self._converted = sum(map(len, self._chunks))
 
     def append(self, row: Row) -> None:

@@ -52,6 +52,9 @@ class Recorder:
         self._events = Events(directory.events, run.events.max_bytes)
         self._trackers = trackers(run, directory, progress.say, first_step=first_step)
         self.rows = MetricsRows(directory.metrics, before=first_step)
+        if self.rows.damaged:
+            self.event("metrics_damaged", step=first_step, text=self.rows.damaged)
+            self._say(escape(self.rows.damaged))
         self.evaluations: dict[int, Row] = {
             event["step"]: event["scores"] for event in read_events(directory.events) if event["kind"] == "evaluation"
         }
