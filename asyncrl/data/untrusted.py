@@ -59,7 +59,7 @@ def _read(form: str, data: bytes, offset: int) -> int:
 
 
 def read_table(path: Path) -> Any:
-    """The table, fully validated, or CorruptSegmentError with what is wrong with it; StorageError if the disk refuses."""
+    """The table, fully validated, or CorruptSegmentError with what is wrong with it, or the disk's StorageError."""
     from pyarrow import parquet  # slow to import, and many who could read a table do not
 
     try:
