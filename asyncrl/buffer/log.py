@@ -298,10 +298,11 @@ class Log:
             sync(self._directory)
 
     def prune(self, before: int) -> list[tuple[Path, int]]:
-        """Delete the sealed files that hold only sequences below `before`; returns them with their bytes."""
+        """Delete the sealed files that hold only sequences below `before`; returns them with their bytes. The newest
+        file stays: its name and its frames say where sequences go on after a restart."""
         paths = segment_paths(self._directory, self._stem)
-        ends = [*(first_sequence(path) for path in paths[1:]), self._next]
-        doomed = [path for path, end in zip(paths, ends, strict=True) if path.suffix == SEALED and end <= before]
+        ends = (first_sequence(path) for path in paths[1:])
+        doomed = [path for path, end in zip(paths, ends, strict=False) if path.suffix == SEALED and end <= before]
         found = [(path, path.stat().st_size) for path in doomed]
         for path in doomed:  # the oldest first: a kill leaves files that follow each other
             path.unlink()

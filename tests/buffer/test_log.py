@@ -220,3 +220,15 @@ def test_a_directory_that_takes_no_new_file_is_a_storage_error(tmp_path: Path) -
     (tmp_path / "log").mkdir()
     log.append([(SLOT, b"kept")])
     assert recovered(open_log(tmp_path / "log")) == [b"kept"]
+
+
+def test_sequences_go_on_after_everything_was_pruned(tmp_path: Path) -> None:
+    log = open_log(tmp_path, segment_bytes=100)
+    for i in range(5):
+        log.append([(SLOT, bytes([i]) * 200)])
+    log.seal()
+    assert len(log.prune(5)) == 4, "the newest file says where sequences are"
+    again = open_log(tmp_path)
+    assert recovered(again) == [bytes([4]) * 200]
+    (place,) = again.append([(SLOT, b"next")])
+    assert (place.sequence, again.first_kept) == (5, 4)
