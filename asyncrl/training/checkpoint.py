@@ -49,19 +49,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT_BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
-def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Sorted ids as inclusive ranges; a repeated id is an error, for it would have been trained on twice."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(ids):
-        if found and number == found[-1][1]:
-            raise ValueError(f"group {number} was consumed twice")
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return tuple(found)
-
-
 class Snapshot(NamedTuple):
     """What one rank saves: copies, or the learner's own tensors while it waits."""
 

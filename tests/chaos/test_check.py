@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from asyncrl.buffer import journal
+from asyncrl.buffer.consumed import EarlierGroups
 from asyncrl.buffer.journal import Admitted, Advanced, Committed, Delivered, Dropped, Journal, Late, Limited, Record
 from asyncrl.buffer.log import Log, Scan, segment_paths
 from asyncrl.buffer.payloads import SCHEMA_HASH, STEM, open_log, pack_slot
@@ -322,3 +323,11 @@ def test_random_damage_never_ends_in_a_crash_of_the_checker(tmp_path: Path) -> N
         path.write_bytes(bad[: rng.randint(1, len(bad))])
         assert not check(tmp_path / "run").sound or path.read_bytes() == good
         path.write_bytes(good)
+
+
+def test_the_oldest_groups_of_a_manifest_are_proven_by_their_digest(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    right = TrainingManifest(step=1, samples_trained=4, consumed=((1, 1),), earlier=EarlierGroups.of([0], 1))
+    assert check(tmp_path, right).sound
+    wrong = TrainingManifest(step=1, samples_trained=4, consumed=((1, 1),), earlier=EarlierGroups.of([2], 1))
+    assert "step-1: its manifest counts 1 groups below 1, with the digest" in violation(tmp_path, wrong)
