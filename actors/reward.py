@@ -22,6 +22,9 @@ from asyncrl.user_code.stages import Drop, Sample
 class RewardActor:
     """Scores completions with the user's functions, in processes of their own that can be killed."""
 
+    IDEMPOTENT = frozenset({"failures", "stats"})
+    """Not what calls the user's functions: they may do something that must not be done twice."""
+
     def __init__(self, settings: Reward, environment: Environment | None = None, after: Stages = ()) -> None:
         """`after` the reward come these stages."""
         self._settings = settings
