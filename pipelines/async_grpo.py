@@ -214,7 +214,8 @@ class AsyncGrpo:
         """Copy what it holds, which is written while the trainer goes on; returns when that began."""
         await self._published()
         await self._checkpointed()
-        self._recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
+        # First: a resumed run has the rows up to the checkpoint it starts from.
+        await asyncio.to_thread(self._recorder.write_metrics)
         begun = time.time()
         await self._fleet.trainer.save()
         await self._recorder.learned(self._fleet)

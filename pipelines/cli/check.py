@@ -31,8 +31,7 @@ def check(path: Path) -> Audit:
     found.violations += [f"checkpoint {name} is damaged: {problem}" for name, problem in damaged.items()]
     if summary is None and directory.summary.exists():
         found.violations.append("summary.json cannot be read: the run has to be resumed, which writes it anew")
-    events = read_events(directory.events)
-    lost = max((event["step"] for event in events if event["kind"] == "metrics_damaged"), default=0)
+    lost = max((event["step"] for event in read_events(directory.events, "metrics_damaged")), default=0)
     try:
         found.rows = check_metrics(directory.metrics, found.steps, summary, lost)
         found.events = check_events(directory.events)
@@ -56,7 +55,7 @@ def conservation(ledger: LedgerCounts) -> str:
 
 
 def _table(directory: RunDirectory, found: Audit) -> Iterator[tuple[str, str]]:
-    attempts = sum(event["kind"] == "fleet_started" for event in read_events(directory.events))
+    attempts = len(read_events(directory.events, "fleet_started"))
     saved = [path.name for _, path in numbered(directory.checkpoints)]
     yield "run", f"{directory.path}: {found.steps} steps, actors placed {attempts} times"
     yield "journal", f"{found.journal.frames} records in {found.journal.files} files, {_torn(found.journal.torn_bytes)}"

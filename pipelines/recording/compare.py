@@ -112,7 +112,7 @@ def _columns(path: Path) -> dict[str, plot.Curve]:
 def _evaluations(directory: RunDirectory, summary: Mapping[str, Any]) -> dict[str, plot.Curve]:
     """From the summary, or from the events of a run that has none yet."""
     found: dict[int, dict[str, Any]] = {int(step): score for step, score in (summary.get("evaluations") or {}).items()}
-    found = found or {e["step"]: e["scores"] for e in read_events(directory.events) if e["kind"] == "evaluation"}
+    found = found or {e["step"]: e["scores"] for e in read_events(directory.events, "evaluation")}
     steps = sorted(found)
     return {name: plot.Curve(steps, [found[s][key] for s in steps]) for name, key in HELD_OUT.items() if steps}
 

@@ -5,6 +5,7 @@ Python objects into columns, so that is done for each row once.
 """
 
 import io
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
@@ -46,6 +47,7 @@ class MetricsRows(Sequence[Row]):
                 path.rename(aside)
                 self.damaged = f"{error}; it is {aside.name} now, and the rows begin again with step {before + 1}"
         self._converted = sum(map(len, self._chunks))
+        self._writing = threading.Lock()
 
     def append(self, row: Row) -> None:
         self._newest.append(row)
@@ -57,6 +59,11 @@ class MetricsRows(Sequence[Row]):
             self._newest = self._newest[CHUNK:]
 
     def write(self) -> None:
+        """In a thread, while nothing is appended; one whose caller was cancelled may still be at it."""
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         if self:
             newest = [_columns(self._newest)] if self._newest else []
             table = pa.concat_tables([*self._chunks, *newest], promote_options="permissive")

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,15 @@ def test_a_file_that_the_disk_does_not_give_is_left_alone(tmp_path: Path) -> Non
     os.mknod(path, stat.S_IFSOCK | 0o600)  # to open it is an error for root, too
     with pytest.raises(StorageError, match=r"the file may be sound: mend the disk"):
         MetricsRows(path, before=1)
+
+
+def test_rows_that_two_threads_write_are_whole(tmp_path: Path) -> None:
+    """One whose caller was cancelled is still at it when the end of the run writes."""
+    path = tmp_path / "metrics.parquet"
+    rows = MetricsRows(path, before=0)
+    for step in range(600):
+        rows.append(row(step))
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(rows.write) for _ in range(12)]:
+            done.result()
+    assert read_table(path)["step"].to_pylist() == list(range(600))

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.observe.audit.records import check_events
@@ -34,6 +35,23 @@ def test_the_file_is_bounded_and_keeps_what_is_told_once(tmp_path: Path) -> None
     gone = sum(event["lines"] for event in found if event["kind"] == "events_pruned")
     assert written - gone == sum(event["kind"] != "events_pruned" for event in found)
     assert check_events(path).torn == 0
+
+
+def test_events_of_a_kind_are_found_without_decoding_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, "train", "evaluation", "evaluation_2", "train", "evaluation")
+    path.write_bytes(path.read_bytes() + b'{"kind":"train", 3}\n{"kind":"evalu')
+    decoded: list[bytes] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda _, event, call: decoded.append(b"") if call is msgspec.json.decode else None)
+    try:
+        found = read_events(path, "evaluation")
+    finally:
+        sys.setprofile(before)
+    assert [event["kind"] for event in found] == ["evaluation"] * 2
+    assert len(decoded) in (2, 4), "calls, perhaps with their returns"
+    assert len(read_events(path)) == 5
+    assert len(read_events(path, "evaluation", "train")) == 4
 
 
 def test_what_is_told_once_is_bounded_too(tmp_path: Path) -> None:
