@@ -252,6 +252,21 @@ sys.exit(supervise(run, lambda path: 1))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_signal_in_a_warm_start_ends_the_run_and_the_next_attempt_makes_the_model(tmp_path: Path) -> None:
+    short = [word for word in SMALL if not word.startswith("model=")]
+    process = command(tmp_path, "run", *short, "model.steps=300", f"root={tmp_path}", ENDLESS, "cluster=inprocess")
+    until((tmp_path / "run" / ".model.partial" / "tokenizer.json").exists, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == StoppedError.exit_code
+    said = f"asyncrl: stopped by SIGTERM before its first checkpoint; continue with: asyncrl resume {tmp_path}/run"
+    assert last_words(tmp_path) == said
+    assert not (tmp_path / "run" / "model").exists()
+    finishes(tmp_path, 2)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("moment", range(20))
 def test_sigterm_at_any_moment_on_ray(moment: int, tmp_path: Path, model: Path) -> None:
@@ -294,6 +309,41 @@ def test_a_run_that_loses_ray_goes_on_with_another(victim: str, tmp_path: Path, 
     assert "restart 1 of 3, recovery.max_restarts" in (tmp_path / "out").read_text()
     assert not descendants(tmp_path)
     assert command(tmp_path, "check", str(tmp_path / "run")).wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("delay_s", [0.0, 1.5, 6.0])
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_ray_that_is_lost_at_the_start_ends_the_command_soon_and_with_a_sentence(
+    victim: str, delay_s: float, tmp_path: Path, model: Path
+) -> None:
+    """So long after the process has begun: while Ray starts, while actors are placed, or later."""
+    process = start(tmp_path, model, ENDLESS, "cluster=local", "recovery.max_restarts=0")
+    found: list[psutil.Process] = []
+
+    def begun() -> bool:
+        found.extend(each for each in descendants(tmp_path) if _is(each, victim))
+        return bool(found)
+
+    until(begun, process)
+    time.sleep(delay_s)
+    found[0].kill()
+    killed = time.monotonic()
+    assert process.wait(timeout=150) == 11, (tmp_path / "err").read_text()
+    assert time.monotonic() - killed < 90
+    said = (tmp_path / "err").read_text()
+    assert "Traceback" not in said
+    assert "Ray" in last_words(tmp_path)
+    assert not descendants(tmp_path)
+    finishes(tmp_path, 2)
+
+
+def _is(process: psutil.Process, name: str) -> bool:
+    try:
+        return process.name() == name
+    except psutil.Error:
+        return False
 
 
 @pytest.mark.slow
