@@ -7,14 +7,13 @@ otherwise are in asyncrl.weights.epochs; here they meet the actors.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 
 import msgspec
 
 from actors.drafter.actor import DrafterActor, DrafterStatus
 from actors.rollout.actor import RolloutActor
 from actors.trainer.actor import TrainerActor
-from asyncrl.errors import ActorError, AsyncRLError, EngineError, WeightSyncError
+from asyncrl.errors import ActorError, AsyncRLError, EngineError, StorageError, WeightSyncError
 from asyncrl.fleet.state import FleetState
 from asyncrl.types import SendOrder, WeightAck, WeightManifest
 from asyncrl.weights.epochs import Abort, Action, Deliver, Epochs, GiveUp, Send
@@ -106,8 +105,12 @@ class DrafterLink:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def save(self) -> None:
-        with suppress(ActorError):
+        try:
             await self._drafter.save()
+        except ActorError:
+            pass  # `serve` hears of a dead drafter too, and says so
+        except StorageError as error:  # the next checkpoint of the run needs room, too, and fails if there is none
+            self._problems.append(f"its head was not saved: {error}")
 
     async def close(self) -> None:
         if self._following is not None:

@@ -26,6 +26,9 @@ from asyncrl.user_code.stages import Drop, Sample
 class RewardActor:
     """Scores completions with the user's functions, in processes of their own that can be killed, and with a judge."""
 
+    IDEMPOTENT = frozenset({"failures", "stats", "judge_stats"})
+    """Not what calls the user's functions: they may do something that must not be done twice."""
+
     def __init__(
         self,
         settings: Reward,

@@ -350,7 +350,8 @@ class Blocks:
         """Copy what it holds, which is written while the trainer goes on; returns when that began."""
         await self._published()
         await self._checkpointed()
-        self.recorder.write_metrics()  # first: a resumed run has the rows up to the checkpoint it starts from
+        # First: a resumed run has the rows up to the checkpoint it starts from.
+        await asyncio.to_thread(self.recorder.write_metrics)
         begun = time.time()
         await self.fleet.trainer.save()
         await self.recorder.learned(self.fleet)

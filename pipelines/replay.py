@@ -282,7 +282,7 @@ def _means(rows: Sequence[Row]) -> dict[str, float]:
 
 def _evaluations(source: RunDirectory, done: Replayed) -> Row:
     """The run's own scores before its first step, and those of the replayed weights."""
-    recorded: Row = msgspec.json.decode(source.summary.read_bytes()) if source.summary.is_file() else {}
+    recorded: Row = source.read_summary() or {}
     first: Row | None = (recorded.get("evaluations") or {}).get("0")
     last: Row | None = msgspec.to_builtins(done.scores)
     both = {"0": first, str(done.steps): last}

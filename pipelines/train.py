@@ -150,8 +150,8 @@ def _run(
 
     def lost(sentence: str) -> None:
         """Ray is, and nothing of it can be closed any more."""
-        at_exit("failed", f"RayError: {sentence}")
-        supervisor.leave(f"{sentence}; continue with: asyncrl resume {directory.path}", RayError.exit_code)
+        said = f"{sentence}; continue with: asyncrl resume {directory.path}"
+        supervisor.leave(said, RayError.exit_code, lambda: at_exit("failed", f"RayError: {sentence}"))
 
     supervisor.tell(run, directory.path)
     with owner_only(), make_progress(run) as progress:

@@ -25,6 +25,7 @@ from asyncrl.engines.adapters import has_adapters
 from asyncrl.models.checkpoint import load_model
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
+from asyncrl.system.storage import storing
 from asyncrl.training.device import training_device
 from asyncrl.types import WeightManifest
 from asyncrl.weights.transports.registry import read_published
@@ -126,7 +127,7 @@ class DrafterActor:
     async def save(self) -> None:
         """Write the head and its optimizer, nothing of the target, in a thread: training goes on meanwhile."""
         state = {name: tensor.clone().cpu() for name, tensor in self._learner.state().items()}
-        await asyncio.to_thread(_write, deepcopy(self._learner.published), state, self._directory)
+        await asyncio.to_thread(write_state, deepcopy(self._learner.published), state, self._directory)
 
     def situation(self) -> Situation:
         return self._activity.situation()
@@ -195,11 +196,12 @@ def _parts(windows: list[Window]) -> Iterator[list[Window]]:
         yield part
 
 
-def _write(head: Head, state: dict[str, torch.Tensor], directory: Path) -> None:
+def write_state(head: Head, state: dict[str, torch.Tensor], directory: Path) -> None:
     """Each file whole or not at all: a kill in between leaves a head and an optimizer that both can be used."""
     scratch = directory / ".partial"
-    save_head(head, scratch)
-    save_file(state, scratch / STATE)
-    for path in scratch.iterdir():
-        path.replace(directory / path.name)
-    scratch.rmdir()
+    with storing(scratch):
+        save_head(head, scratch)
+        save_file(state, scratch / STATE)
+        for path in scratch.iterdir():
+            path.replace(directory / path.name)
+        scratch.rmdir()

@@ -96,7 +96,7 @@ class _Open:
 class GatewayActor:
     """Owns the HTTP server and the processes of the harness."""
 
-    IDEMPOTENT = frozenset({"play", "fetch", "answer", "note", "leave", "drop", "close"})
+    IDEMPOTENT = frozenset({"play", "fetch", "answer", "note", "leave", "drop", "failures", "close"})
 
     def __init__(self, run: Run, model_path: Path) -> None:
         self._run = run

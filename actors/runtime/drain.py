@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from actors.runtime.health_probe import probe
@@ -19,15 +20,33 @@ class DrainNotice(NamedTuple):
     """Left until it is gone; None: it was not said."""
 
 
-async def drain_notice(actors: Mapping[str, object]) -> DrainNotice:
-    """The first that concerns one of these actors, or the driver; waits until there is one."""
-    found = await asyncio.to_thread(probe, actors, _own_node, ANSWER_S)
-    nodes = {"driver": _own_node(None), **{name: node for name, node in found.items() if isinstance(node, str)}}
+async def drain_notice(
+    actors: Mapping[str, object],
+    find: Callable[[Mapping[str, object]], Mapping[str, str]] | None = None,
+    draining: Callable[[], Mapping[str, int]] | None = None,
+) -> DrainNotice:
+    """The first that concerns one of these actors, or the driver; waits until there is one. Who does not answer will be
+    asked again, Ray as well: both may be busy for longer than a probe waits. `find` gives the nodes of actors,
+    `draining` those that go; by default Ray is asked."""
+    find, draining = find or _places, draining or _draining_nodes
+    nodes: dict[str, str] = {}
     while True:
-        for node, deadline_ms in (await asyncio.to_thread(_draining_nodes)).items():
+        missing = {name: actor for name, actor in {"driver": None, **actors}.items() if name not in nodes}
+        going: Mapping[str, int] = {}
+        with suppress(Exception):  # of Ray, which has a class for everything that may be late
+            nodes |= await asyncio.to_thread(find, missing) if missing else {}
+        with suppress(Exception):
+            going = await asyncio.to_thread(draining)
+        for node, deadline_ms in going.items():
             if there := tuple(name for name, place in nodes.items() if place == node):
                 return DrainNotice(node, there, deadline_ms / 1000 - time.time() if deadline_ms else None)
         await asyncio.sleep(LOOK_S)
+
+
+def _places(actors: Mapping[str, object]) -> dict[str, str]:
+    """The nodes of those that answer in time."""
+    found = probe(actors, _own_node, ANSWER_S)
+    return {name: node for name, node in found.items() if isinstance(node, str)}
 
 
 def _own_node(_: object) -> str:

@@ -11,6 +11,7 @@ import torch
 from actors.buffer import BufferActor
 from actors.drafter.actor import DrafterActor
 from actors.drafter.hidden_stream import HiddenStream
+from asyncrl.buffer.consumed import ConsumedGroups
 from asyncrl.config import Run
 from asyncrl.config.precision import gathered_in
 from asyncrl.config.weights import published_adapters
@@ -83,7 +84,7 @@ class TrainerActor:
         self._fp8 = Fp8Publication(run, self._learner.model_config)
         self._writer = self._make_writer()
         self._saving = BackgroundSave(checkpoints, model_path=model_path, keep=run.checkpoint.keep)
-        self._consumed: list[int] = []
+        self._consumed = ConsumedGroups()
         self._accumulated: list[int] = []
         """Groups of the step under way, which a checkpoint has only once it is taken."""
         self._samples_trained = 0
@@ -131,7 +132,7 @@ class TrainerActor:
     async def restore(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of optimizer steps it holds."""
         manifest = checkpoint.restore(self._learner, path)
-        self._consumed = [group for first, last in manifest.consumed for group in range(first, last + 1)]
+        self._consumed = ConsumedGroups(manifest.consumed, manifest.earlier)
         self._samples_trained = manifest.samples_trained
         return manifest.step
 
@@ -167,7 +168,7 @@ class TrainerActor:
         with self._at_work(), self._activity.doing(f"the update after version {self._learner.version}"):
             report = self._learner.step(self._guardrails.check)
         self._send_hidden()
-        self._consumed += self._accumulated
+        self._consumed.update(self._accumulated)
         self._accumulated = []
         self._samples_trained += report.samples
         return report
@@ -194,7 +195,8 @@ class TrainerActor:
         manifest = TrainingManifest(
             step=self._learner.version,
             samples_trained=self._samples_trained,
-            consumed=checkpoint.ranges(self._consumed),
+            consumed=self._consumed.ranges,
+            earlier=self._consumed.earlier,
         )
         with self._activity.doing(f"a copy for the checkpoint of step {self._learner.version}"):
             return await self._saving.save(self._learner, manifest)

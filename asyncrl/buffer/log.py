@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from asyncrl.errors import ConfigError, CorruptSegmentError, StorageError
-from asyncrl.system.storage import crc32c, sync
+from asyncrl.system.storage import crc32c, storing, sync
 
 FORMAT = 1
 MAX_PAYLOAD = 64 << 20
@@ -289,17 +289,20 @@ class Log:
         if self._file < 0:
             return
         self._write([pack_footer(self._next - self._first, self._digest.digest())])
-        os.fsync(self._file)
-        self._path(self._first, OPEN).rename(self._path(self._first, SEALED))
-        os.close(self._file)
-        self._file = -1
-        sync(self._directory)
+        path = self._path(self._first, OPEN)
+        with storing(path):
+            os.fsync(self._file)
+            path.rename(self._path(self._first, SEALED))
+            os.close(self._file)
+            self._file = -1
+            sync(self._directory)
 
     def prune(self, before: int) -> list[tuple[Path, int]]:
-        """Delete the sealed files that hold only sequences below `before`; returns them with their bytes."""
+        """Delete the sealed files that hold only sequences below `before`; returns them with their bytes. The newest
+        file stays: its name and its frames say where sequences go on after a restart."""
         paths = segment_paths(self._directory, self._stem)
-        ends = [*(first_sequence(path) for path in paths[1:]), self._next]
-        doomed = [path for path, end in zip(paths, ends, strict=True) if path.suffix == SEALED and end <= before]
+        ends = (first_sequence(path) for path in paths[1:])
+        doomed = [path for path, end in zip(paths, ends, strict=False) if path.suffix == SEALED and end <= before]
         found = [(path, path.stat().st_size) for path in doomed]
         for path in doomed:  # the oldest first: a kill leaves files that follow each other
             path.unlink()
@@ -325,7 +328,9 @@ class Log:
     def _start(self) -> None:
         header = Header(self._schema, self._run_id, self._next).pack()
         flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(self._path(self._next, OPEN), flags, 0o600)
+        path = self._path(self._next, OPEN)
+        with storing(path):
+            self._file = os.open(path, flags, 0o600)
         self._first, self._end = self._next, 0
         try:
             self._write([header])
@@ -337,7 +342,8 @@ class Log:
         self._digest.update(header)
         self._end = HEADER_SIZE
         if self._sync:
-            sync(self._directory)
+            with storing(path):
+                sync(self._directory)
 
     def _take_over(self, scan: Scan) -> None:
         """Go on with the open file of a writer that is gone."""

@@ -3,7 +3,6 @@
 A segment is deleted only when every consumer is past it, and only if `buffer.keep` does not keep it.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import msgspec
 from asyncrl.buffer import journal, payloads
 from asyncrl.buffer.journal import Folded, first_record
 from asyncrl.buffer.log import first_sequence, segment_paths
-from asyncrl.system.storage import sync
+from asyncrl.system.run_directory import replace
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -30,16 +29,7 @@ class Cursors:
     def move(self, consumer: str, sequence: int) -> None:
         if not NAME.fullmatch(consumer):
             raise ValueError(f"consumer {consumer!r} must match {NAME.pattern}, such as `trainer`")
-        path = self._directory / f"cursor.{consumer}"
-        fresh = self._directory / f".cursor.{consumer}"
-        handle = os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(handle, msgspec.json.encode(sequence))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        fresh.rename(path)
-        sync(self._directory)
+        replace(self._directory / f"cursor.{consumer}", msgspec.json.encode(sequence))
 
     def lowest(self) -> int:
         """The first sequence that some consumer still needs; 0 while there is no consumer."""

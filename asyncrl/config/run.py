@@ -413,7 +413,8 @@ def check(run: Run, *, recorded: bool = False) -> None:
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
     if len(run.name.encode()) > NAME_BYTES:
         raise ConfigError(
-            f"name={run.name} has {len(run.name.encode())} bytes; files of a run name it with {NAME_BYTES}"
+            f"name={run.name} has {len(run.name.encode())} bytes; files of a run name it with "
+            f"{NAME_BYTES} at most, so choose a shorter one"
         )
 
 

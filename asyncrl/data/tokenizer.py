@@ -279,7 +279,7 @@ def save_character_tokenizer(directory: str | Path, characters: str, eos: str, m
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([PAD])
     directory = Path(directory)
-    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(backend.to_str(pretty=True))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,

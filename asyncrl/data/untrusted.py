@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pyarrow
 
-from asyncrl.errors import CorruptSegmentError
+from asyncrl.errors import AsyncRLError, CorruptSegmentError
+from asyncrl.system.storage import reading
 
 pa = cast(Any, pyarrow)  # its type stubs are incomplete: half of what is used here is unknown to them
 
@@ -58,15 +59,15 @@ def _read(form: str, data: bytes, offset: int) -> int:
 
 
 def read_table(path: Path) -> Any:
-    """The table, fully validated, or CorruptSegmentError with what is wrong with it."""
+    """The table, fully validated, or CorruptSegmentError with what is wrong with it, or the disk's StorageError."""
     from pyarrow import parquet  # slow to import, and many who could read a table do not
 
     try:
-        with cast(Any, parquet).ParquetFile(path, page_checksum_verification=True) as file:
+        with reading(path), cast(Any, parquet).ParquetFile(path, page_checksum_verification=True) as file:
             _check_columns(file, path)
             table = file.read()
         table.validate(full=True)
-    except CorruptSegmentError:
+    except AsyncRLError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise CorruptSegmentError(f"{path} cannot be read: {error}") from None

@@ -18,6 +18,7 @@ from asyncrl.drafting.heads import Head, HeadConfig, Kind, default_taps
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.files import WEIGHTS
+from asyncrl.system.storage import storing
 
 ARCHITECTURES: dict[Kind, str] = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
 """vLLM writes `Eagle` before the first one by itself."""
@@ -62,10 +63,11 @@ def head_tensors(head: Head) -> Iterator[tuple[str, Tensor]]:
 
 def save_head(head: Head, directory: Path | str) -> None:
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous().cpu() for name, tensor in head_tensors(head)}
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(_config_of(head), indent=2, sort_keys=True) + "\n")
+    with storing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(_config_of(head), indent=2, sort_keys=True) + "\n")
 
 
 def load_head(directory: Path | str, target: ModelConfig, dtype: torch.dtype = torch.float32) -> Head:

@@ -193,9 +193,8 @@ class Watch:
 
     def _state(self) -> tuple[State, str]:
         """A run that was resumed begins again, while the summary of its last attempt still lies there."""
-        summary = self._directory.summary
-        if summary.exists() and summary.stat().st_mtime >= self._begun:
-            found = msgspec.json.decode(summary.read_bytes())
+        found = self._directory.read_summary()
+        if found is not None and self._directory.summary.stat().st_mtime >= self._begun:
             error = f": {found['error'].splitlines()[0]}" if found.get("error") else ""
             return "ended", f"ended, {found.get('status', 'ok')}{error}"
         quiet = max(0.0, time.time() - (self._last_event or self._directory.config.stat().st_mtime))

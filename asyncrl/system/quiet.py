@@ -1,7 +1,8 @@
 """What libraries say about themselves is not for the users of this one: their deprecations, hints and progress bars.
 
-Errors and the warnings of the user's own code stay. `--verbose`, or ASYNCRL_VERBOSE=1, shows everything. The variables
-are inherited by the processes that this one starts, Ray's workers among them.
+Errors and the warnings of the user's own code stay. `--verbose`, or ASYNCRL_VERBOSE=1, shows everything. Processes that
+this one starts inherit the variables: in them the warnings of `PASSING` are hidden in all code, the user's too. Ray's
+workers call `quieten` themselves, for the rest.
 """
 
 import os

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ConfigError
-from asyncrl.system.storage import storing
+from asyncrl.system.storage import storing, sync
 
 OWNER_ONLY = 0o077
 """The umask of every process of a run: completions, rewards and weights are private."""
@@ -78,6 +78,13 @@ class RunDirectory:
         finally:
             os.close(handle)
 
+    def read_summary(self) -> dict[str, Any] | None:
+        """None if there is none, or none that can be read: every attempt writes a new one."""
+        try:
+            return msgspec.json.decode(self.summary.read_bytes(), type=dict[str, Any])
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
     def close_to_others(self) -> None:
         """Restore the mode that it was created with, wherever it was copied to since."""
         if self.path.stat().st_uid == os.geteuid():
@@ -85,14 +92,18 @@ class RunDirectory:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write beside the target and rename, so a reader sees the old file or the new one, never half of it."""
+    """Write beside the target and rename, so a reader sees the old file or the new one, never half of it. Synced, the
+    file before its new name: without it a machine that loses its power leaves an empty file."""
     scratch = path.with_name(f".{path.name}.partial")
     scratch.unlink(missing_ok=True)  # a link that somebody put there would be followed
     with storing(path):
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(descriptor)
         scratch.replace(path)
+        sync(path.parent)
 
 
 EVERY_STEP = frozenset(
@@ -166,14 +177,18 @@ def _kind(line: bytes) -> str:
     return line[: line.find(b",")].removeprefix(b'{"kind":"').rstrip(b'"').decode(errors="replace")
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every complete event; a line torn by a kill is left out."""
+def read_events(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Every complete event, or those of some kinds, which is faster than to decode all; a line torn by a kill is left
+    out."""
     if not path.exists():
         return []
     events: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            events.append(msgspec.json.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+    with path.open("rb") as file:
+        for line in file:
+            if kinds and _kind(line) not in kinds:
+                continue
+            try:
+                events.append(msgspec.json.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
     return events

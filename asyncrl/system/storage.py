@@ -37,6 +37,21 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
+def reading(path: Path) -> Generator[None, None, None]:
+    """A disk that refuses a read raises StorageError. That says nothing of what the file holds, which is for the caller
+    to judge, as is a file that is not there."""
+    try:
+        yield
+    except (AsyncRLError, FileNotFoundError):
+        raise
+    except OSError as error:
+        if error.errno is None:  # a library's, of what it has read
+            raise
+        reason = f"{error.strerror}; the file may be sound: mend the disk, its mount or the permissions, then try again"
+        raise StorageError(error.errno, reason, str(error.filename or path)) from error
+
+
+@contextmanager
 def storing(path: Path) -> Generator[None, None, None]:
     """A disk that refuses a write raises StorageError, which names the file and the way out."""
     try:

@@ -16,7 +16,8 @@ Not by torch.distributed.checkpoint, which pickles its metadata and whose files 
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,19 +47,6 @@ CRITIC = "critic.safetensors"
 ADAPTERS = "adapter"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT_BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-
-
-def ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Sorted ids as inclusive ranges; a repeated id is an error, for it would have been trained on twice."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(ids):
-        if found and number == found[-1][1]:
-            raise ValueError(f"group {number} was consumed twice")
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return tuple(found)
 
 
 class Snapshot(NamedTuple):
@@ -137,17 +125,16 @@ def _save_ranks(learner: Learner, directory: Path, manifest: TrainingManifest, m
     """All ranks together; they wait for each other, so nothing is trained meanwhile."""
     ranks, scratch = learner.ranks, _scratch(directory, manifest.step)
     learner.settle()
-    if ranks.rank == 0:
-        _begin(scratch)
-    ranks.fence()
+    with _agreed(ranks, scratch):
+        if ranks.rank == 0:
+            _begin(scratch)
     _write_shards(learner, scratch)
     adapters = _adapters(learner)
-    if ranks.rank == 0:
-        with storing(scratch):
+    with _agreed(ranks, scratch):
+        if ranks.rank == 0:
             if adapters:
                 _write_adapters(adapters, scratch, learner.lora, model_path)
             _complete(scratch, manifest, model_path, keep)
-    ranks.fence()
     return directory / f"step-{manifest.step}"
 
 
@@ -162,23 +149,32 @@ def _begin(scratch: Path) -> None:
 
 
 def _write_shards(learner: Learner, directory: Path) -> None:
-    """This rank's files; StorageError, on every rank, if one cannot write its own."""
-    ranks, problem = learner.ranks, b""
+    """This rank's files."""
+    ranks = learner.ranks
     for stem, tensors in _shard_files(learner):
         path = directory / _name(stem, ranks.rank, ranks.world)
-        try:
-            with storing(path):
-                save_file(tensors, path, metadata={"format": "pt"})
-        except StorageError as error:
-            problem = msgspec.json.encode((ranks.rank, error.errno, error.strerror))
-    if ranks.rank == 0:
-        save_config(learner.model, directory, torch.float32)
-        files = {name: _name("model", rank, ranks.world) for name, rank in _weight_owners(learner).items()}
-        (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+        with _agreed(ranks, path):
+            save_file(tensors, path, metadata={"format": "pt"})
+    with _agreed(ranks, directory):
+        if ranks.rank == 0:
+            save_config(learner.model, directory, torch.float32)
+            files = {name: _name("model", rank, ranks.world) for name, rank in _weight_owners(learner).items()}
+            (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+
+
+@contextmanager
+def _agreed(ranks: Ranks, path: Path) -> Generator[None, None, None]:
+    """Ends when every rank has come here; StorageError, on every rank, if one could not write what is inside."""
+    problem = b""
+    try:
+        with storing(path):
+            yield
+    except StorageError as error:
+        problem = msgspec.json.encode((ranks.rank, error.errno, error.strerror))
     if problems := [found for found in ranks.exchange(problem) if found]:
         rank, number, reason = msgspec.json.decode(problems[0], type=tuple[int, int, str])
         raise StorageError(
-            number, f"rank {rank} cannot write: {reason}; every machine of the trainer must see it", str(directory)
+            number, f"rank {rank} cannot write: {reason}; every machine of the trainer must see it", str(path)
         )
 
 

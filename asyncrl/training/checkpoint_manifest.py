@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from asyncrl.buffer.consumed import EarlierGroups
 from asyncrl.errors import CheckpointError
-from asyncrl.system.storage import crc32c, file_crc32c, sync
+from asyncrl.system.storage import crc32c, file_crc32c, reading, sync
 
 MANIFEST = "manifest.json"
 UNSIGNED = "0" * 8
@@ -31,7 +32,9 @@ class TrainingManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Optimizer steps taken; also the policy version of the weights."""
     samples_trained: int
     consumed: tuple[tuple[int, int], ...]
-    """Group ids trained on, as inclusive ranges."""
+    """Group ids trained on, as inclusive ranges, but for the oldest."""
+    earlier: EarlierGroups | None = None
+    """Of those; None: all are named."""
     least_drift: float | None = None
     """What `Caution` has seen, put in by `save`; None: nothing yet, or an older checkpoint."""
     momentum_ages: float = 0.0
@@ -79,7 +82,13 @@ def read_manifest(checkpoint: Path) -> TrainingManifest:
 
 
 def damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint, by file; empty if every byte is as it was written."""
+    """What is wrong with a checkpoint, by file; empty if every byte is as it was written. StorageError if the disk does
+    not give them, which is no damage."""
+    with reading(checkpoint):
+        return _damage(checkpoint)
+
+
+def _damage(checkpoint: Path) -> str:
     manifest = _read(checkpoint / MANIFEST)
     if isinstance(manifest, str):
         return f"{MANIFEST} {manifest}"
@@ -125,9 +134,10 @@ def set_damaged_aside(directory: Path) -> list[str]:
 def _read(path: Path) -> TrainingManifest | str:
     """A manifest, or what is wrong with it."""
     try:
-        raw = path.read_bytes()
+        with reading(path):
+            raw = path.read_bytes()
         manifest = msgspec.json.decode(raw, type=TrainingManifest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError) as error:
         return f"cannot be read ({error})"
     unsigned = _with_checksum(raw, manifest.checksum, UNSIGNED)
     if manifest.checksum and manifest.checksum != _text(crc32c(0, unsigned)):

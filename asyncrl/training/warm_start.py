@@ -22,6 +22,7 @@ from asyncrl.models.checkpoint import random_model, save_model
 from asyncrl.models.config import ARCHITECTURES, ModelConfig, warm_start_shape
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.packed import packed_attention
+from asyncrl.system.storage import storing
 from asyncrl.tasks.chains import CHARACTERS, END, MIN_SIZE, Chain, Chains
 
 MAX_POSITIONS = 256
@@ -51,8 +52,9 @@ def make_model(
             "model.type=checkpoint and model.path"
         )
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = save_character_tokenizer(directory, CHARACTERS, END, MAX_POSITIONS)
+    with storing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        tokenizer = save_character_tokenizer(directory, CHARACTERS, END, MAX_POSITIONS)
     model = random_model(_config(settings, tokenizer), seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
@@ -60,7 +62,8 @@ def make_model(
         _train(model, settings, Examples(chains, tokenizer, settings.noise, seed), progress)
     finally:
         torch.set_num_threads(threads)
-    save_model(model, directory)
+    with storing(directory):
+        save_model(model, directory)
     return directory
 
 

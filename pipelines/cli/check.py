@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from asyncrl.buffer.retention import read_pruned
@@ -28,11 +26,14 @@ def check(path: Path) -> Audit:
     saved = [checkpoint for _, checkpoint in numbered(directory.checkpoints)]
     damaged = {checkpoint.name: problem for checkpoint in saved if (problem := damage(checkpoint))}
     manifests = {checkpoint.name: read_manifest(checkpoint) for checkpoint in saved if checkpoint.name not in damaged}
-    summary = _summary(directory)
+    summary = directory.read_summary()
     found = audit(directory.trajectories, run.name, manifests, summary)
     found.violations += [f"checkpoint {name} is damaged: {problem}" for name, problem in damaged.items()]
+    if summary is None and directory.summary.exists():
+        found.violations.append("summary.json cannot be read: the run has to be resumed, which writes it anew")
+    lost = max((event["step"] for event in read_events(directory.events, "metrics_damaged")), default=0)
     try:
-        found.rows = check_metrics(directory.metrics, found.steps, summary)
+        found.rows = check_metrics(directory.metrics, found.steps, summary, lost)
         found.events = check_events(directory.events)
     except DamageError as damaged_file:
         found.violations.append(str(damaged_file))
@@ -54,7 +55,7 @@ def conservation(ledger: LedgerCounts) -> str:
 
 
 def _table(directory: RunDirectory, found: Audit) -> Iterator[tuple[str, str]]:
-    attempts = sum(event["kind"] == "fleet_started" for event in read_events(directory.events))
+    attempts = len(read_events(directory.events, "fleet_started"))
     saved = [path.name for _, path in numbered(directory.checkpoints)]
     yield "run", f"{directory.path}: {found.steps} steps, actors placed {attempts} times"
     yield "journal", f"{found.journal.frames} records in {found.journal.files} files, {_torn(found.journal.torn_bytes)}"
@@ -75,7 +76,3 @@ def _table(directory: RunDirectory, found: Audit) -> Iterator[tuple[str, str]]:
 
 def _torn(count: int) -> str:
     return f"{count} bytes of an unfinished write" if count else "every byte checksummed"
-
-
-def _summary(directory: RunDirectory) -> dict[str, Any] | None:
-    return msgspec.json.decode(directory.summary.read_bytes()) if directory.summary.exists() else None

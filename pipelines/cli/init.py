@@ -2,12 +2,14 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config import WarmStart
 from asyncrl.config.task import ChainsTask
 from asyncrl.errors import ConfigError
+from asyncrl.system.storage import storing
 from asyncrl.tasks.registry import make_task
 
 PROMPTS = 96
@@ -63,18 +65,30 @@ def init(directory: Path, say: Callable[[str], None]) -> None:
     """ConfigError if something is there already."""
     if directory.exists():
         raise ConfigError(f"{directory} exists already: give `asyncrl init` the name of a new directory")
-    directory.mkdir(parents=True)
+    # Beside it, so that one that is interrupted leaves nothing in the way of the next.
+    scratch = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    with storing(directory):
+        scratch.mkdir(parents=True)
+        try:
+            _fill(scratch, directory, say)
+            scratch.rename(directory)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    run, readme = shlex.quote(str(directory / "run.sh")), directory / "README.md"
+    say(f"{directory} is ready: start with\n  {run}\n{readme} says what each file is, and how to make it yours")
+
+
+def _fill(scratch: Path, directory: Path, say: Callable[[str], None]) -> None:
     rows = [make_task(TASK, 0).prompt("train", number) for number in range(PROMPTS)]
     lines = [json.dumps({"prompt": row.text, "answer": row.answer}) + "\n" for row in rows]
-    (directory / "prompts.jsonl").write_text("".join(lines))
-    (directory / "reward.py").write_text(REWARD)
-    (directory / "README.md").write_text(README.format(name=directory.resolve().name, prompts=PROMPTS, steps=STEPS))
-    script = directory / "run.sh"
+    (scratch / "prompts.jsonl").write_text("".join(lines))
+    (scratch / "reward.py").write_text(REWARD)
+    (scratch / "README.md").write_text(README.format(name=directory.resolve().name, prompts=PROMPTS, steps=STEPS))
+    script = scratch / "run.sh"
     script.write_text(SCRIPT)
     script.chmod(script.stat().st_mode | 0o100)
     say(f"making a model of 0.3 M parameters in {directory / 'model'}, which takes a minute at most")
     from asyncrl.training.warm_start import make_model
 
-    make_model(WarmStart(steps=STEPS), TASK, 0, directory / "model")
-    run, readme = shlex.quote(str(directory / "run.sh")), directory / "README.md"
-    say(f"{directory} is ready: start with\n  {run}\n{readme} says what each file is, and how to make it yours")
+    make_model(WarmStart(steps=STEPS), TASK, 0, scratch / "model")

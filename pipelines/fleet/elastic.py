@@ -22,7 +22,7 @@ from actors.fleet import CLOSE_SECONDS, Fleet
 from actors.publisher import disagreement
 from actors.rollout.actor import RolloutActor
 from asyncrl.config import Run
-from asyncrl.errors import ActorError, EngineError, WeightSyncError
+from asyncrl.errors import ActorError, EngineError, StorageError, WeightSyncError
 from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
 from asyncrl.types import EngineStats, WeightManifest
 from asyncrl.weights.transports.registry import serves_late_joiners
@@ -187,7 +187,7 @@ class ElasticPool:
             try:
                 manifest = await way()
                 wrong = disagreement(await actor.load_weights(manifest), manifest)
-            except WeightSyncError as error:
+            except (StorageError, WeightSyncError) as error:
                 wrong = str(error)
             finally:
                 await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -80,6 +80,12 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
         f"this machine: {os.cpu_count()} CPUs; memory at most about {size(required.host(run))}; on disk "
         f"{_checkpoints(run, required)} and at most {size(run.steps * required.trajectories)} of trajectories"
     )
+    if run.checkpoint.keep == 1 and run.buffer.keep != "all":
+        console.print(
+            f"checkpoint.keep=1 with buffer.keep={run.buffer.keep}: if that one checkpoint is damaged, the run cannot "
+            "go on, for what came before it is deleted; checkpoint.keep=2 keeps a way back",
+            soft_wrap=True,
+        )
     _show_card(run, required, console)
 
 

@@ -73,9 +73,7 @@ def read_one(path: Path, label: str) -> Recorded:
     directory = RunDirectory.open(path)
     if not directory.metrics.is_file():
         raise ConfigError(f"{path} has no metrics.parquet: none of its steps is finished, so leave it out for now")
-    summary: dict[str, Any] = {}
-    if directory.summary.is_file():
-        summary = msgspec.json.decode(directory.summary.read_bytes())
+    summary = directory.read_summary() or {}
     return Recorded(
         label=label,
         # Read as it stands, not as a Run: what another release has written can be compared as well.
@@ -114,7 +112,7 @@ def _columns(path: Path) -> dict[str, plot.Curve]:
 def _evaluations(directory: RunDirectory, summary: Mapping[str, Any]) -> dict[str, plot.Curve]:
     """From the summary, or from the events of a run that has none yet."""
     found: dict[int, dict[str, Any]] = {int(step): score for step, score in (summary.get("evaluations") or {}).items()}
-    found = found or {e["step"]: e["scores"] for e in read_events(directory.events) if e["kind"] == "evaluation"}
+    found = found or {e["step"]: e["scores"] for e in read_events(directory.events, "evaluation")}
     steps = sorted(found)
     return {name: plot.Curve(steps, [found[s][key] for s in steps]) for name, key in HELD_OUT.items() if steps}
 

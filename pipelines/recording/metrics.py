@@ -5,6 +5,7 @@ Python objects into columns, so that is done for each row once.
 """
 
 import io
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
@@ -14,6 +15,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from asyncrl.data.untrusted import read_table
+from asyncrl.errors import CorruptSegmentError
 from asyncrl.system.run_directory import replace
 
 pa, pc, pq = cast(Any, pyarrow), cast(Any, pyarrow.compute), cast(Any, pyarrow.parquet)  # their stubs are incomplete
@@ -34,10 +36,18 @@ class MetricsRows(Sequence[Row]):
         self._path = path
         self._chunks: list[Any] = []
         self._newest: list[Row] = []
+        self.damaged = ""
+        """What is wrong with the recorded rows, which were set aside."""
         if path.exists():
-            table = read_table(path)
-            self._chunks = [table.filter(pc.less(table["step"], before))]
+            try:
+                table = read_table(path)
+                self._chunks = [table.filter(pc.less(table["step"], before))]
+            except (CorruptSegmentError, KeyError) as error:
+                aside = path.with_name(f"damaged-{path.name}")
+                path.rename(aside)
+                self.damaged = f"{error}; it is {aside.name} now, and the rows begin again with step {before + 1}"
         self._converted = sum(map(len, self._chunks))
+        self._writing = threading.Lock()
 
     def append(self, row: Row) -> None:
         self._newest.append(row)
@@ -49,6 +59,11 @@ class MetricsRows(Sequence[Row]):
             self._newest = self._newest[CHUNK:]
 
     def write(self) -> None:
+        """In a thread, while nothing is appended; one whose caller was cancelled may still be at it."""
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         if self:
             newest = [_columns(self._newest)] if self._newest else []
             table = pa.concat_tables([*self._chunks, *newest], promote_options="permissive")

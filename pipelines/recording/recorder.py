@@ -1,5 +1,6 @@
 """The recorder of a run: one row of metrics per step, events, progress and trackers. The summary is made from them."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,8 +54,11 @@ class Recorder:
         self._events = Events(directory.events, run.events.max_bytes)
         self._trackers = trackers(run, directory, progress.say, first_step=first_step)
         self.rows = MetricsRows(directory.metrics, before=first_step)
+        if self.rows.damaged:
+            self.event("metrics_damaged", step=first_step, text=self.rows.damaged)
+            self._say(escape(self.rows.damaged))
         self.evaluations: dict[int, Row] = {
-            event["step"]: event["scores"] for event in read_events(directory.events) if event["kind"] == "evaluation"
+            event["step"]: event["scores"] for event in read_events(directory.events, "evaluation")
         }
         self._written = 0.0
         self._alarms: set[str] = set()
@@ -142,7 +146,7 @@ class Recorder:
             self.event("off_policy", step=step, group=off.group, sample=off.sample, log_ratio=ratios)
         self._record_drafting(stats)
         if time.time() - self._written > max(METRICS_SECONDS, ROW_SECONDS * len(self.rows)):
-            self.write_metrics()
+            await asyncio.to_thread(self.write_metrics)
 
     def _memory(self) -> dict[str, int] | None:
         """Of the processes that the actors had when they were placed; nothing of those on other machines."""

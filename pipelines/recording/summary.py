@@ -26,7 +26,7 @@ def write(
     summary = {
         "status": status,
         "error": error,
-        **_figures(list(recorder.rows)),
+        **_figures(list(recorder.rows), ledger),
         **_evaluations(recorder.evaluations),
         "waste": _waste(waste, list(recorder.rows)),
         "ledger": msgspec.to_builtins(ledger) if ledger else None,
@@ -37,9 +37,7 @@ def write(
 
 def kind(directory: RunDirectory) -> str:
     """`run`, or `replay` for what `asyncrl replay --out` wrote."""
-    if not directory.summary.exists():
-        return "run"
-    return msgspec.json.decode(directory.summary.read_bytes()).get("kind", "run")
+    return (directory.read_summary() or {}).get("kind", "run")
 
 
 def sentence(summary: dict[str, Any]) -> str:
@@ -59,7 +57,8 @@ def sentence(summary: dict[str, Any]) -> str:
     )
 
 
-def _figures(rows: Sequence[Row]) -> dict[str, Any]:
+def _figures(rows: Sequence[Row], ledger: LedgerCounts | None) -> dict[str, Any]:
+    """Rows of the first steps are missing where their file was damaged; the ledger has counted their samples, too."""
     if not rows:
         return dict.fromkeys(_NO_STEPS) | {"steps": 0, "samples_trained": 0}
     seconds = rows[-1]["loop_seconds"]
@@ -67,8 +66,8 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
     waited = sum(row["wait_seconds"] for row in rows)
     first_wave = max(row["first_wave_finished"] for row in rows)
     return {
-        "steps": len(rows),
-        "samples_trained": samples,
+        "steps": rows[-1]["step"] + 1,
+        "samples_trained": ledger.consumed if ledger else samples,
         "train_loop_seconds": seconds,
         "samples_per_second": samples / seconds,
         "generated_tokens_per_second": rows[-1]["generated_tokens"] / seconds,

@@ -1,12 +1,16 @@
 """A run that is asked to end: with SIGTERM, as schedulers do, with SIGINT (Ctrl-C), or by its cluster.
 
 The first signal lets the run end by itself: it takes no new step, writes a checkpoint and closes its actors. What has
-not ended within `recovery.grace_s` is ended with the process. A second signal ends the process at once.
+not ended within `recovery.grace_s` is ended with the process. A second signal ends the process at once. One that comes
+within `SAME_S` of the first is the same: who signals every process of a service reaches the run directly and through
+its supervisor. What the cluster says is no signal.
 """
 
 import asyncio
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,6 +23,7 @@ from pipelines.supervision.supervisor import SIGNALS, leave
 T = TypeVar("T")
 INTERRUPTED = 130
 """Exit code after a second signal, and of a run in a thread, where no signal arrives."""
+SAME_S = 1.0
 
 _ENDED_BY = StoppedError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, ActorError
 """What a run ends with that is asked to; an actor may have got the signal, too."""
@@ -30,6 +35,8 @@ class Stopping:
         self._grace_s, self._say, self._at_exit = run.recovery.grace_s, say, at_exit
         self.reason = ""
         """The signal, or what the cluster said; empty until then."""
+        self._first = math.inf
+        """When the first signal came."""
         self._over = False
         """There is nothing left to save."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -67,8 +74,13 @@ class Stopping:
     def _signalled(self, number: int, _: FrameType | None) -> None:
         if self._over:
             return
-        if self.reason:
+        now = time.monotonic()
+        if now > self._first + SAME_S:
             self._exit(f"ended at once by a second signal, {signal.Signals(number).name}", INTERRUPTED)
+        self._first = min(self._first, now)
+        if self.reason:
+            self._say(f"{signal.Signals(number).name}: the run ends already; a second signal ends it at once")
+            return
         self.ask(signal.Signals(number).name)
         if self._loop is None:
             raise KeyboardInterrupt(self.reason)
@@ -93,8 +105,7 @@ class Stopping:
             self._exit(said, StoppedError.exit_code)
 
     def _exit(self, reason: str, code: int) -> NoReturn:
-        self._at_exit(reason)
-        leave(reason, code)
+        leave(reason, code, lambda: self._at_exit(reason))
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """From here on a signal raises nothing by itself: the run looks for it with `unless`."""

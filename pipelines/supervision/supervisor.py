@@ -80,12 +80,11 @@ class _Command:
         self.signalled = False
 
     def forward(self, number: int, _: object) -> None:
-        """To the run, or, where there is none, to the command itself."""
+        """To the run. Where there is none it has ended, and what is left to do takes no longer than a signal would."""
         self.signalled = True
-        if not self._pid:
-            raise KeyboardInterrupt
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, number)
+        if self._pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
     def watch(self, run: Callable[[], int]) -> tuple[int, Told] | int:
         """The exit code of a new process, negative for a signal, and what it has told; in that process, what `run`
@@ -93,10 +92,14 @@ class _Command:
         mine, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes now is told to the new process
         self._pid = os.fork()
         if not self._pid:
             mine.close()
             return _supervised(run, theirs)
+        if self.signalled:  # while there was none
+            os.kill(self._pid, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         theirs.close()
         lines, status = b"", 0
         with mine:
@@ -125,12 +128,15 @@ def _supervised(run: Callable[[], int], line: socket.socket) -> int:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.environ[LINE] = str(line.detach())
     threading.Thread(target=_end_with_the_command, daemon=True).start()
     code = 1
     try:
         code = run()
     finally:
+        for number in SIGNALS:  # there is nothing more to end
+            signal.signal(number, signal.SIG_IGN)
         _tell(code=code)
     return code
 
@@ -149,8 +155,13 @@ def tell(run: Run, directory: Path) -> None:
     _tell(directory=str(directory), max_restarts=run.recovery.max_restarts)
 
 
-def leave(reason: str, code: int) -> NoReturn:
-    """End this process now, with all that belongs to it, where nothing can be closed in good order."""
+def leave(reason: str, code: int, record: Callable[[], object]) -> NoReturn:
+    """End this process now, with all that belongs to it, where nothing can be closed in good order. `record` comes
+    first, and may fail, as on a full disk."""
+    try:
+        record()
+    except Exception as error:  # whatever it is: who calls this cannot go on
+        print(f"asyncrl: the end could not be recorded: {error}", file=sys.stderr, flush=True)
     print(f"asyncrl: {reason}", file=sys.stderr, flush=True)
     _tell(code=code)
     if (owner := os.environ.get(ownership.MARK)) is not None:

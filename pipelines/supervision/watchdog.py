@@ -201,8 +201,7 @@ class Watchdog:
         return f"{explanation.sentence}; stacks are in {self._directory.path / report.TEXT}"
 
     def _exit(self, status: str, error: str, code: int) -> None:
-        self._at_exit(status, error)
-        leave(error.partition(": ")[2], code)
+        leave(error.partition(": ")[2], code, lambda: self._at_exit(status, error))
 
     def _kill_hung(self) -> None:
         for name in self._hung:

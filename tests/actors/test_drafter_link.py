@@ -1,17 +1,20 @@
 """A drafter that fails never ends a run: completions are the same without it."""
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from actors import publisher
-from actors.drafter.actor import DrafterActor
+from actors.drafter.actor import DrafterActor, write_state
 from actors.publisher import DrafterLink
 from actors.rollout.actor import RolloutActor
 from asyncrl.errors import ActorError, EngineError, WeightSyncError
 from asyncrl.fleet.state import FleetState
 from asyncrl.types import WeightAck, WeightManifest
+from tests.support.draft_windows import random_head
+from tests.support.full_disk import file_size_limit
 
 
 def manifest(version: int) -> WeightManifest:
@@ -92,3 +95,27 @@ def test_a_version_that_it_cannot_follow_is_told_of(monkeypatch: pytest.MonkeyPa
 
     asyncio.run(play())
     assert failed == ["it cannot follow version 2: KeyError('model.embed_tokens.weight')"]
+
+
+def test_a_head_that_finds_no_room_is_told_of_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    failed = list[str]()
+    state: FleetState[RolloutActor] = FleetState({}, 3)
+
+    class Full(Drafter):
+        async def save(self) -> None:
+            write_state(random_head("eagle"), {}, tmp_path)
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Full())), state, timeout_s=5)
+        with file_size_limit(100):
+            await link.save()
+        async with asyncio.timeout(30):
+            await link.serve(lambda _: None, lambda _: None, failed.append)
+
+    asyncio.run(play())
+    assert len(failed) == 1
+    assert failed[0].startswith("its head was not saved: ")
+    assert "make room and try again" in failed[0]

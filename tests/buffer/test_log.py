@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer import log
 from asyncrl.buffer.log import FRAME, HEADER_SIZE, Location, Log, segment_paths
-from asyncrl.errors import ConfigError, CorruptSegmentError
+from asyncrl.errors import ConfigError, CorruptSegmentError, StorageError
 from tests.support.full_disk import file_size_limit
 
 SCHEMA = bytes(range(16))
@@ -211,3 +211,24 @@ def test_a_process_that_dies_slowly_is_waited_for(tmp_path: Path, monkeypatch: p
         Timer(0.5, holder.kill).start()
         os.close(log.lock_directory(tmp_path))
         assert holder.wait() == -9
+
+
+def test_a_directory_that_takes_no_new_file_is_a_storage_error(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "log")  # a directory that is not there stands for a disk without a free inode
+    with pytest.raises(StorageError, match="make room and try again"):
+        log.append([(SLOT, b"lost")])
+    (tmp_path / "log").mkdir()
+    log.append([(SLOT, b"kept")])
+    assert recovered(open_log(tmp_path / "log")) == [b"kept"]
+
+
+def test_sequences_go_on_after_everything_was_pruned(tmp_path: Path) -> None:
+    log = open_log(tmp_path, segment_bytes=100)
+    for i in range(5):
+        log.append([(SLOT, bytes([i]) * 200)])
+    log.seal()
+    assert len(log.prune(5)) == 4, "the newest file says where sequences are"
+    again = open_log(tmp_path)
+    assert recovered(again) == [bytes([4]) * 200]
+    (place,) = again.append([(SLOT, b"next")])
+    assert (place.sequence, again.first_kept) == (5, 4)

@@ -10,16 +10,17 @@ from asyncrl.buffer import journal, payloads
 from asyncrl.buffer.journal import Folded, Journal, first_record
 from asyncrl.buffer.log import segment_paths
 from asyncrl.buffer.reader import read_run
-from asyncrl.buffer.retention import Pruned, read_pruned
+from asyncrl.buffer.retention import Cursors, Pruned, read_pruned
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Buffer
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, StorageError
 from asyncrl.observe.audit.audit import audit
 from asyncrl.observe.query.group_outcomes import read_group_outcomes
 from asyncrl.observe.query.logs import open_files
 from asyncrl.training.checkpoint_manifest import TrainingManifest
 from asyncrl.types import LedgerCounts, Slot, Ticket
 from tests.support.buffer_stores import open_buffer, payload
+from tests.support.full_disk import file_size_limit
 
 TERMS: dict[str, Any] = {"segment_bytes": 3000, "journal_bytes": 600, "max_staleness": 2}
 """Groups of 2, 2 groups a step: a journal file for every few steps, a log file for every one or two."""
@@ -178,3 +179,13 @@ def test_nothing_is_pruned_from_a_directory_without_a_run(tmp_path: Path) -> Non
 def test_other_words_are_refused(keep: str) -> None:
     with pytest.raises(ValueError, match="must be all, steps:N or bytes:N, such as steps:100"):
         Buffer(keep=keep)
+
+
+def test_a_full_disk_is_a_storage_error_and_the_cursor_stays_where_it_was(tmp_path: Path) -> None:
+    cursors = Cursors(tmp_path)
+    cursors.move("trainer", 7)
+    with file_size_limit(0), pytest.raises(StorageError, match="make room and try again"):
+        cursors.move("trainer", 8)
+    assert cursors.all() == {"trainer": 7}
+    cursors.move("trainer", 9)
+    assert cursors.all() == {"trainer": 9}

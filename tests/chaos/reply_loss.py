@@ -1,11 +1,14 @@
-"""Append to a buffer actor on a Ray that loses replies: python -m tests.chaos.reply_loss DIRECTORY N."""
+"""Append to a buffer actor, and poll a reward actor, on a Ray that loses replies:
+python -m tests.chaos.reply_loss DIRECTORY N."""
 
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from actors.buffer import BufferActor
+from actors.reward import RewardActor
 from actors.runtime.spawn import Resources, Spawner, cluster
 from asyncrl.config import Flow, Rollout, Run
 from asyncrl.errors import ActorError
@@ -14,7 +17,7 @@ from asyncrl.observe.audit.evidence import stored_slots
 from asyncrl.types import Receipt
 from tests.support.buffer_stores import payload
 
-GROUP = 10
+GROUP, POLLS = 10, 30
 
 
 async def place(run: Run, directory: Path, spawner: Spawner) -> tuple[BufferActor, Path]:
@@ -32,6 +35,13 @@ async def place(run: Run, directory: Path, spawner: Spawner) -> tuple[BufferActo
     raise TimeoutError("twenty buffers did not answer")
 
 
+async def place_reward(run: Run, spawner: Spawner) -> RewardActor:
+    for number in range(20):
+        with suppress(ActorError):
+            return await spawner.spawn(f"reward-{number}", Resources(cpus=0.0), RewardActor, run.reward)
+    raise TimeoutError("twenty reward actors did not answer")
+
+
 async def append_all(directory: Path, count: int, spawner: Spawner) -> dict[str, int]:
     run = Run(
         name="test-run",
@@ -45,12 +55,15 @@ async def append_all(directory: Path, count: int, spawner: Spawner) -> dict[str,
     answers = await asyncio.gather(*(buffer.append([payload(*slot)]) for slot in slots))
     receipts: list[Receipt] = [receipt for [receipt] in answers]
     await buffer.close()
+    reward = await place_reward(run, spawner)
+    polls = [await reward.failures() for _ in range(POLLS)]
     found = audit(home, "test-run", {})
     assert found.sound, found.violations
     return {
         "acknowledged": len({receipt.slot for receipt in receipts}),
         "visible": len(stored_slots(home, "test-run")),
         "frames": found.log.frames,
+        "polls": len(polls),
         "answered_duplicate": sum(receipt.status == "duplicate" for receipt in receipts),
     }
 

@@ -10,7 +10,19 @@ import msgspec
 import pytest
 
 from asyncrl.buffer import journal
-from asyncrl.buffer.journal import Admitted, Advanced, Committed, Delivered, Dropped, Journal, Late, Limited, Record
+from asyncrl.buffer.consumed import EarlierGroups
+from asyncrl.buffer.journal import (
+    Admitted,
+    Advanced,
+    Begun,
+    Committed,
+    Delivered,
+    Dropped,
+    Journal,
+    Late,
+    Limited,
+    Record,
+)
 from asyncrl.buffer.log import Log, Scan, segment_paths
 from asyncrl.buffer.payloads import SCHEMA_HASH, STEM, open_log, pack_slot
 from asyncrl.buffer.reader import read_run
@@ -18,7 +30,9 @@ from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Buffer
 from asyncrl.data.arrow import encode
 from asyncrl.errors import CorruptSegmentError
+from asyncrl.observe.audit.accounts import Accounts
 from asyncrl.observe.audit.audit import Audit, audit
+from asyncrl.observe.audit.evidence import DamageError
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.types import Segment, Slot, Ticket
 from tests.support.buffer_stores import open_buffer, payload, trajectory
@@ -322,3 +336,20 @@ def test_random_damage_never_ends_in_a_crash_of_the_checker(tmp_path: Path) -> N
         path.write_bytes(bad[: rng.randint(1, len(bad))])
         assert not check(tmp_path / "run").sound or path.read_bytes() == good
         path.write_bytes(good)
+
+
+def test_the_oldest_groups_of_a_manifest_are_proven_by_their_digest(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    right = TrainingManifest(step=1, samples_trained=4, consumed=((1, 1),), earlier=EarlierGroups.of([0], 1))
+    assert check(tmp_path, right).sound
+    wrong = TrainingManifest(step=1, samples_trained=4, consumed=((1, 1),), earlier=EarlierGroups.of([2], 1))
+    assert "step-1: its manifest counts 1 groups below 1, with the digest" in violation(tmp_path, wrong)
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_the_ledger_must_agree_with_the_ids_of_a_pruned_run_too(pruned: bool) -> None:
+    accounts = Accounts(Begun(2, 1, 1), {}, pruned=pruned)
+    accounts.follow(Admitted(0, 0, 1e9, 64))
+    accounts._ledger.apply(Dropped(0, "reward_error", 0, 3))  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(DamageError, match="the sums are"):
+        accounts.follow(Admitted(1, 0, 1e9, 64))

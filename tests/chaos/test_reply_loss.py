@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.reply_loss import POLLS
+
 ROOT = Path(__file__).parents[2]
 PUSH = "CoreWorkerService.grpc_client.PushTask"
 
@@ -36,3 +38,4 @@ def test_lost_replies_neither_lose_nor_double_an_append(tmp_path: Path, appends:
     assert found["visible"] == found["acknowledged"] == appends
     assert found["answered_duplicate"] > appends // 20, "hardly a reply was lost, so nothing was tried"
     assert found["frames"] == appends
+    assert found["polls"] == POLLS, "none has ended the run"

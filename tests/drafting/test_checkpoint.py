@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.drafter import Eagle3Drafter
 from asyncrl.drafting.checkpoint import fresh_head, head_tensors, load_head, save_head
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError, ConfigError, StorageError
 from asyncrl.models.config import ModelConfig
 from tests.support.draft_windows import DRAFTERS, KINDS, TARGET, random_head
+from tests.support.full_disk import file_size_limit
 from tests.support.tiny_model import LLAMA3_ROPE, SHAPE, tiny_config, tiny_eagle3
 
 
@@ -96,3 +97,8 @@ def test_a_reduced_vocabulary_needs_counts_and_room() -> None:
     with pytest.raises(ConfigError, match="draft_vocabulary=5 of 48 tokens needs to know which are frequent"):
         fresh_head(Eagle3Drafter(draft_vocabulary=5), TARGET, 0)
     assert fresh_head(DRAFTERS["eagle3"], TARGET, 0).drafts_U is None
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path: Path) -> None:
+    with file_size_limit(100), pytest.raises(StorageError, match="make room and try again"):
+        save_head(random_head("eagle"), tmp_path / "head")

@@ -250,6 +250,16 @@ def test_with_some_failures_the_run_goes_on_and_the_first_of_each_kind_is_shown(
     assert "KeyError: 'no such answer'" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_the_command_itself_ends_with_the_same_code_and_sentence(tmp_path: Path, model: Path, mine: Path) -> None:
+    """Its run is in a process of its own, which another one watches."""
+    own = (f"reward.function={mine}:only_on_trial", "evaluation.prompts=0")
+    words = quickstart_runs.command(tmp_path, model, *SMALL, *own)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 12, done.stderr
+    assert done.stderr.startswith(f"asyncrl: reward.function={mine}:only_on_trial: JSONDecodeError")
+    _ended_in_time(tmp_path, Done(done.returncode, done.stdout, done.stderr))
+
+
 @pytest.mark.slow
 def test_on_ray_the_sentence_comes_within_seconds_of_the_first_completion(
     tmp_path: Path, model: Path, mine: Path

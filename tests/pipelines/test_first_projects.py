@@ -4,9 +4,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -146,3 +148,20 @@ def test_an_installed_wheel_works_from_any_directory(tmp_path: Path, installed: 
     assert "reward" in _do(command, "query", "runs/run", "reward_by_step", cwd=tmp_path)
     assert "samples" in _do(command, "simulate", *settings, "--profile", "gb200_8b", "--steps", "5", cwd=tmp_path)
     _do(command, "check", "runs/run", cwd=tmp_path)
+
+
+def test_an_init_that_is_interrupted_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    project, scratch = tmp_path / "project", tmp_path / ".project.partial"
+    (scratch / "left by a kill -9").mkdir(parents=True)
+    process = subprocess.Popen(
+        [quickstart_runs.COMMAND, "init", project], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 100
+    while not (scratch / "model").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "asyncrl: interrupted\n")
+    assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,14 @@
 """Rows of metrics: converted once, whole on disk, damage is found."""
 
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from asyncrl.data.untrusted import read_table
-from asyncrl.errors import CorruptSegmentError
+from asyncrl.errors import CorruptSegmentError, StorageError
 from pipelines.recording.metrics import CHUNK, ENGINE_ROWS, MetricsRows, Row
 
 
@@ -56,3 +59,35 @@ def test_a_flipped_byte_of_the_numbers_is_found(tmp_path: Path) -> None:
         except CorruptSegmentError:
             continue
     assert found <= 8, "bytes of page headers that say nothing about the numbers"
+
+
+def test_a_damaged_file_is_set_aside_and_the_rows_begin_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.parquet"
+    path.write_bytes(b"PAR1 and no more")
+    rows = MetricsRows(path, before=8)
+    assert rows.damaged.startswith(f"{path} cannot be read: ")
+    assert rows.damaged.endswith("; it is damaged-metrics.parquet now, and the rows begin again with step 9")
+    assert (tmp_path / "damaged-metrics.parquet").read_bytes() == b"PAR1 and no more"
+    rows.append(row(8))
+    rows.write()
+    again = MetricsRows(path, before=9)
+    assert ([each["step"] for each in again], again.damaged) == ([8], "")
+
+
+def test_a_file_that_the_disk_does_not_give_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.parquet"
+    os.mknod(path, stat.S_IFSOCK | 0o600)  # to open it is an error for root, too
+    with pytest.raises(StorageError, match=r"the file may be sound: mend the disk"):
+        MetricsRows(path, before=1)
+
+
+def test_rows_that_two_threads_write_are_whole(tmp_path: Path) -> None:
+    """One whose caller was cancelled is still at it when the end of the run writes."""
+    path = tmp_path / "metrics.parquet"
+    rows = MetricsRows(path, before=0)
+    for step in range(600):
+        rows.append(row(step))
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(rows.write) for _ in range(12)]:
+            done.result()
+    assert read_table(path)["step"].to_pylist() == list(range(600))

@@ -113,3 +113,20 @@ def test_the_killed_one_is_resumed_to_its_end(runs: Path) -> None:
     checked = asyncrl("check", runs / "killed")
     assert checked.code == 0, checked.out
     assert re.search(r"0 in flight \+ 0 buffered \+ 160 consumed \+ \d+ dropped", checked.out), checked.out
+
+
+def test_one_whose_summary_and_metrics_are_damaged_is_resumed(runs: Path) -> None:
+    """As a machine that lost its power may leave them."""
+    run = runs / "killed"
+    (run / "summary.json").write_bytes(b"")
+    (run / "metrics.parquet").write_bytes((run / "metrics.parquet").read_bytes()[:-9])
+    assert "VIOLATION   summary.json cannot be read" in asyncrl("check", run).out
+    done = asyncrl("resume", run)
+    assert done.code == 0, done.out + done.err
+    assert "it is damaged-metrics.parquet now, and the rows begin again with step 6" in " ".join(done.out.split())
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["samples_trained"]) == ("ok", 10, 160)
+    checked = asyncrl("check", run)
+    assert checked.code == 0, checked.out
+    for words in (("report", run), ("query", run, "SELECT count(*) FROM metrics"), ("compare", run, runs / "finished")):
+        assert asyncrl(*words).code == 0

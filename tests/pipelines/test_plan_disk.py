@@ -156,3 +156,21 @@ def test_plan_prints_how_many_checkpoints(
     assert "on disk at most 10.9 MB of checkpoints (3 x 3.64 MB) and at most " in capsys.readouterr().out
     assert main(["plan", "checkpoint.every=0", "checkpoint.last=false"]) == 0
     assert "on disk no checkpoints and at most " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keep", "buffer", "warned"), [(1, "steps:100", True), (2, "steps:100", False), (1, "all", False)]
+)
+def test_one_checkpoint_without_the_steps_before_it_is_warned_of(
+    keep: int, buffer: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"checkpoint.keep={keep}", f"buffer.keep={buffer}", "cluster=inprocess"]
+    assert main(["plan", "experiment=quickstart", *settings]) == 0
+    assert ("if that one checkpoint is damaged, the run cannot go on" in capsys.readouterr().out) == warned
+
+
+def test_a_name_that_files_have_no_room_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "experiment=quickstart", f"name={'n' * 64}", "cluster=inprocess"]) == 0
+    assert main(["plan", "experiment=quickstart", f"name='{'n' * 62}äöüß'", "cluster=inprocess"]) == 2
+    said = "has 70 bytes; files of a run name it with 64 at most, so choose a shorter one"
+    assert said in capsys.readouterr().err

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from asyncrl.config import Run
-from asyncrl.errors import StoppedError
+from asyncrl.errors import StallError, StoppedError
 from asyncrl.system import ownership
-from pipelines.supervision.stopping import Stopping
+from pipelines.supervision.stopping import SAME_S, Stopping
 
 COMMAND = str(Path(sys.executable).with_name("asyncrl"))
 SMALL = (
@@ -75,13 +75,23 @@ def descendants(root: Path) -> list[psutil.Process]:
     return [each for each in found if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("number", "everyone"),
+    [
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
-    number: signal.Signals, tmp_path: Path, model: Path
+    number: signal.Signals, everyone: bool, tmp_path: Path, model: Path
 ) -> None:
+    """`everyone`: every process gets it, as from a service manager; the run then gets the supervisor's, too."""
     process = start(tmp_path, model, ENDLESS, "cluster=inprocess", "checkpoint.every=1000")
     until(lambda: steps_done(tmp_path) > 2, process)
-    process.send_signal(number)
+    children = psutil.Process(process.pid).children(recursive=True) if everyone else []
+    for each in (process, *children):
+        each.send_signal(number)
     assert process.wait(timeout=40) == StoppedError.exit_code
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     done = int(saved.name.removeprefix("step-"))
@@ -115,14 +125,16 @@ def test_a_second_start_is_refused_before_it_changes_a_byte(tmp_path: Path, mode
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, model: Path) -> None:
-    hanging = tmp_path / "mine.py"
-    hanging.write_text("import time\n\ndef loss(*arguments, **more):\n    time.sleep(1000)\n")
+    hanging, mark = tmp_path / "mine.py", tmp_path / "hangs"
+    hanging.write_text(
+        f"import time\n\ndef loss(*arguments, **more):\n    open({str(mark)!r}, 'w').close()\n    time.sleep(1000)\n"
+    )
     own = ("algorithm=custom", f"algorithm.function={hanging}:loss", "cluster=inprocess", "recovery.grace_s=300")
     process = start(tmp_path, model, ENDLESS, *own)
-    until(lambda: "run directory" in (tmp_path / "out").read_text(), process)
-    time.sleep(3)
+    until(mark.exists, process)
     process.send_signal(signal.SIGTERM)
     until(lambda: "a second signal ends it at once" in (tmp_path / "out").read_text(), process)
+    time.sleep(SAME_S + 0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 130
     assert last_words(tmp_path) == "asyncrl: ended at once by a second signal, SIGTERM"
@@ -156,6 +168,102 @@ def test_work_is_cancelled_by_a_signal_and_not_begun_after_one() -> None:
     assert stopping.explains(KeyboardInterrupt())
     assert not stopping.explains(OSError())
     assert len(said) == 1
+
+
+def test_neither_the_same_signal_again_nor_the_first_after_a_drain_is_a_second_one() -> None:
+    said, left = list[str](), list[str]()
+
+    async def twice(stopping: Stopping) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0)
+        with pytest.raises(StoppedError, match="SIGTERM"):
+            await stopping.unless(asyncio.sleep(60))
+
+    async def drained(stopping: Stopping) -> None:
+        stopping.ask("a drain")
+        await asyncio.sleep(SAME_S + 0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StoppedError, match="a drain"):
+            await stopping.unless(asyncio.sleep(60))
+
+    for scenario in (twice, drained):
+        stopping = Stopping(Run(), said.append, left.append)
+        with stopping.listening():
+            asyncio.run(stopping.during(scenario(stopping)))
+    assert [text.partition(":")[0] for text in said] == ["SIGTERM", "SIGTERM", "a drain", "SIGTERM"]
+    assert not left
+
+
+LEAVING = {
+    "stopping": "Stopping(Run(), print, full).ask('a drain', within_s=0)",
+    "watchdog": "watchdog().end(Explanation('it hangs', (), ()), hopeless=True)",
+}
+
+
+@pytest.mark.parametrize(("who", "code"), [("stopping", StoppedError.exit_code), ("watchdog", StallError.exit_code)])
+def test_a_process_that_has_to_go_goes_on_a_full_disk_too(who: str, code: int, tmp_path: Path) -> None:
+    script = f"""
+import time
+from pathlib import Path
+from asyncrl.config import Run
+from asyncrl.observe.diagnosis.snapshot import Explanation
+from asyncrl.system.run_directory import RunDirectory
+from pipelines.supervision.stopping import Stopping
+from pipelines.supervision.watchdog import Watchdog
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+def watchdog():
+    return Watchdog(Run(), RunDirectory(Path({str(tmp_path)!r})), print, print, full)
+
+{LEAVING[who]}
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == code, done.stderr
+    assert "the end could not be recorded: [Errno 28] No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_signals_after_the_end_of_a_run_change_nothing() -> None:
+    """While the command waits for what the run has left behind: an impatient Ctrl-C."""
+    script = """
+import subprocess, sys
+from pipelines.supervision.supervisor import supervise
+
+def run():
+    subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return 7
+
+sys.exit(supervise(run, lambda path: 1))
+"""
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        command = psutil.Process(process.pid)
+        until(lambda: bool(command.children()), process)
+        until(lambda: not command.children(), process)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+            time.sleep(0.1)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (7, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_signal_in_a_warm_start_ends_the_run_and_the_next_attempt_makes_the_model(tmp_path: Path) -> None:
+    short = [word for word in SMALL if not word.startswith("model=")]
+    process = command(tmp_path, "run", *short, "model.steps=300", f"root={tmp_path}", ENDLESS, "cluster=inprocess")
+    until((tmp_path / "run" / ".model.partial" / "tokenizer.json").exists, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == StoppedError.exit_code
+    said = f"asyncrl: stopped by SIGTERM before its first checkpoint; continue with: asyncrl resume {tmp_path}/run"
+    assert last_words(tmp_path) == said
+    assert not (tmp_path / "run" / "model").exists()
+    finishes(tmp_path, 2)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -201,6 +309,41 @@ def test_a_run_that_loses_ray_goes_on_with_another(victim: str, tmp_path: Path, 
     assert "restart 1 of 3, recovery.max_restarts" in (tmp_path / "out").read_text()
     assert not descendants(tmp_path)
     assert command(tmp_path, "check", str(tmp_path / "run")).wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("delay_s", [0.0, 1.5, 6.0])
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_ray_that_is_lost_at_the_start_ends_the_command_soon_and_with_a_sentence(
+    victim: str, delay_s: float, tmp_path: Path, model: Path
+) -> None:
+    """So long after the process has begun: while Ray starts, while actors are placed, or later."""
+    process = start(tmp_path, model, ENDLESS, "cluster=local", "recovery.max_restarts=0")
+    found: list[psutil.Process] = []
+
+    def begun() -> bool:
+        found.extend(each for each in descendants(tmp_path) if _is(each, victim))
+        return bool(found)
+
+    until(begun, process)
+    time.sleep(delay_s)
+    found[0].kill()
+    killed = time.monotonic()
+    assert process.wait(timeout=150) == 11, (tmp_path / "err").read_text()
+    assert time.monotonic() - killed < 90
+    said = (tmp_path / "err").read_text()
+    assert "Traceback" not in said
+    assert "Ray" in last_words(tmp_path)
+    assert not descendants(tmp_path)
+    finishes(tmp_path, 2)
+
+
+def _is(process: psutil.Process, name: str) -> bool:
+    try:
+        return process.name() == name
+    except psutil.Error:
+        return False
 
 
 @pytest.mark.slow

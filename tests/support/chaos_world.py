@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.buffer.consumed import ConsumedGroups
 from asyncrl.buffer.journal import FILE_BYTES
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.data.arrow import encode
 from asyncrl.errors import CorruptSegmentError
 from asyncrl.fleet.state import FleetState
 from asyncrl.observe.audit.audit import audit
-from asyncrl.training.checkpoint import TrainingManifest, ranges
+from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.types import Delivery, Receipt, Segment, Slot, Ticket, Trajectory, WeightManifest
 from asyncrl.weights.epochs import Action, Deliver, Epochs, GiveUp, Send
 from tests.support.buffer_stores import open_buffer
@@ -193,8 +194,12 @@ class World:
 
     def _committed(self) -> None:
         if self.rng.random() < 0.4 or self.step == self.total:
+            consumed = ConsumedGroups(kept=3).update(self.trained)
             self.saved = TrainingManifest(
-                step=self.step, samples_trained=len(self.trained) * self.size, consumed=ranges(self.trained)
+                step=self.step,
+                samples_trained=len(self.trained) * self.size,
+                consumed=consumed.ranges,
+                earlier=consumed.earlier,
             )
             self.buffer.checkpointed(self.step)
             self.buffer.prune()

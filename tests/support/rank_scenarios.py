@@ -433,12 +433,23 @@ def _publishes(ranks: Ranks, one: Learner, several: Learner, dtype: torch.dtype)
 
 
 def full_disk(ranks: Ranks, folder: Path) -> None:
-    """One rank cannot write its files: every rank is told, and none waits for another."""
+    """One rank cannot write its files: every rank is told, and none waits for another. Nor where it is the first, which
+    has files of its own before all others and after them."""
     several = Learner(folder / TIED, RUN, ranks)
+    if ranks.rank == 0:
+        (folder / "taken").write_text("no directory")
+        (folder / "long").mkdir()
+        (folder / "long" / "chat_template.jinja").write_text("{# #}" * 1_000_000)
+    ranks.fence()
+    with pytest.raises(StorageError, match="rank 0 cannot write: Not a directory"):
+        checkpoint.save(several, folder / "taken" / "full", MANIFEST, model_path=folder / TIED, keep=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     with pytest.raises(StorageError, match="rank 1 cannot write: File too large"):
         checkpoint.save(several, folder / "full", MANIFEST, model_path=folder / TIED, keep=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000 if ranks.rank == 0 else soft, hard))
+    with pytest.raises(StorageError, match="rank 0 cannot write: File too large"):
+        checkpoint.save(several, folder / "full", MANIFEST, model_path=folder / "long", keep=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoint.numbered(folder / "full") == []

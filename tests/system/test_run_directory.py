@@ -1,12 +1,16 @@
-"""events.jsonl: it stays below its bound, keeps what is told once, and survives kills in the middle of a line."""
+"""Files of a run directory: rewritten ones are durable; events.jsonl stays below its bound and survives kills."""
 
+import sys
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.observe.audit.records import check_events
-from asyncrl.system.run_directory import Events, read_events
+from asyncrl.system.run_directory import Events, RunDirectory, read_events, replace
 
 
 def test_the_file_is_bounded_and_keeps_what_is_told_once(tmp_path: Path) -> None:
@@ -33,6 +37,23 @@ def test_the_file_is_bounded_and_keeps_what_is_told_once(tmp_path: Path) -> None
     assert check_events(path).torn == 0
 
 
+def test_events_of_a_kind_are_found_without_decoding_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, "train", "evaluation", "evaluation_2", "train", "evaluation")
+    path.write_bytes(path.read_bytes() + b'{"kind":"train", 3}\n{"kind":"evalu')
+    decoded: list[bytes] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda _, event, call: decoded.append(b"") if call is msgspec.json.decode else None)
+    try:
+        found = read_events(path, "evaluation")
+    finally:
+        sys.setprofile(before)
+    assert [event["kind"] for event in found] == ["evaluation"] * 2
+    assert len(decoded) in (2, 4), "calls, perhaps with their returns"
+    assert len(read_events(path)) == 5
+    assert len(read_events(path, "evaluation", "train")) == 4
+
+
 def test_what_is_told_once_is_bounded_too(tmp_path: Path) -> None:
     with closing(Events(tmp_path / "events.jsonl", max_bytes=2000)) as events:
         for number in range(300):
@@ -56,3 +77,30 @@ def write(path: Path, *kinds: str) -> None:
     with closing(Events(path, max_bytes=1 << 20)) as events:
         for kind in kinds:
             events.write(kind)
+
+
+def test_a_replaced_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
+    """A machine that loses its power in between must not leave an empty file. Of the calls only the order is seen."""
+    calls: list[str] = []
+
+    def see(_: FrameType, event: str, call: Any) -> None:
+        if event == "c_call" and call.__module__ == "posix" and call.__name__ in ("fsync", "replace", "rename"):
+            calls.append(call.__name__)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        replace(tmp_path / "config.yaml", b"steps: 1")
+    finally:
+        sys.setprofile(before)
+    assert calls in (["fsync", "replace", "fsync"], ["fsync", "rename", "fsync"])
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "ok', b"\xff\xfe", b"3"])
+def test_a_summary_that_cannot_be_read_is_as_good_as_none(tmp_path: Path, content: bytes) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.read_summary() is None
+    directory.summary.write_bytes(content)
+    assert directory.read_summary() is None
+    directory.summary.write_bytes(b'{"status": "ok"}')
+    assert directory.read_summary() == {"status": "ok"}

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,22 @@ def test_a_full_disk_is_a_storage_error_and_the_one_before_stays(
     asyncio.run(scenario())
     assert [path.name for path in sorted(copies.iterdir())] == ["step-2", "step-3"]
     assert damage(copies / "step-3") == ""
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "optimizer.safetensors"])
+def test_a_file_that_the_disk_does_not_give_is_no_damage(saved: Path, tmp_path: Path, name: str) -> None:
+    """A stale handle, or permissions: the checkpoint may be sound, so it keeps its name."""
+    copies = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+    path = copies / "step-2" / name
+    path.unlink()
+    if name == MANIFEST:
+        os.mknod(path, stat.S_IFSOCK | 0o600)  # to open it is an error for root, too
+    else:
+        path.symlink_to("x" * 300)  # nor can be found out what this is: the name is too long
+    for ask in (set_damaged_aside, choose):
+        with pytest.raises(StorageError, match="the file may be sound: mend the disk, its mount or the permissions"):
+            ask(copies)
+    assert sorted(path.name for path in copies.iterdir()) == ["step-1", "step-2"]
+    if name == MANIFEST:
+        with pytest.raises(StorageError, match="the file may be sound"):
+            read_manifest(copies / "step-2")

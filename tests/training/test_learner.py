@@ -240,12 +240,6 @@ def test_a_damaged_manifest_names_the_way_out(model_path: Path, tmp_path: Path):
         checkpoint.restore(learner, saved)
 
 
-def test_consumed_ids_become_ranges_and_a_repeat_is_refused():
-    assert checkpoint.ranges([3, 1, 2, 7]) == ((1, 3), (7, 7))
-    with pytest.raises(ValueError, match="group 2 was consumed twice"):
-        checkpoint.ranges([1, 2, 2])
-
-
 def test_each_step_tells_of_its_own_answer_that_is_furthest_off_policy(model_path: Path):
     learner = _learner(model_path)
     for number in (0, 1):

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config import WarmStart
 from asyncrl.config.task import ChainsTask, JsonlTask
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer, save_character_tokenizer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, StorageError
 from asyncrl.models.checkpoint import load_model, random_model
 from asyncrl.models.packed import packed_attention
 from asyncrl.tasks.chains import CHARACTERS, END, Chain, Chains, reward
 from asyncrl.training.warm_start import Examples, make_model, noisy_values
+from tests.support.full_disk import file_size_limit
 
 SHORT = WarmStart(hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=48, steps=10, batch_tokens=200)
 seeds = st.integers(0, 2**32)
@@ -146,3 +147,10 @@ def test_examples_are_training_problems_of_another_stream_than_rl(tmp_path: Path
 def test_another_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.type=chains only, not for jsonl; set model\.type=checkpoint"):
         make_model(SHORT, JsonlTask(path="x.jsonl"), 0, tmp_path)
+
+
+@pytest.mark.parametrize("room", [0, 5_000])
+def test_a_full_disk_is_a_storage_error(room: int, tmp_path: Path) -> None:
+    """Before the first step, and after the last one."""
+    with file_size_limit(room), pytest.raises(StorageError, match="make room and try again"):
+        make_model(msgspec.structs.replace(SHORT, steps=2), ChainsTask(), 0, tmp_path / "model")

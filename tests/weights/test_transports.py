@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import StorageError, WeightSyncError
 from asyncrl.types import Bucket, WeightManifest
 from asyncrl.weights.flat import ODD, Flat, word_sums
 from asyncrl.weights.manifest import ALIGNMENT, cut, digest_sums, digest_tensors, layout
-from asyncrl.weights.transports.registry import digest_published
+from asyncrl.weights.transports.registry import digest_published, make_writer
 from asyncrl.weights.transports.shared_memory import SharedMemoryWriter, mapped, read_tensors
+from tests.support.full_disk import file_size_limit
 
 
 def _weights() -> list[tuple[str, torch.Tensor]]:
@@ -166,3 +167,15 @@ def test_versions_that_are_not_all_published_still_alternate() -> None:
     assert first.location != second.location
     assert dict(read_tensors(first))["w"].tolist() == [0.0] * 4
     writer.close()
+
+
+def test_a_disk_without_room_for_a_publication_is_a_storage_error(tmp_path: Path) -> None:
+    writer = make_writer(_weights, "file", prefix="test", folder=tmp_path / "weights", deadline_s=1, delta=False)
+    with file_size_limit(100), pytest.raises(StorageError, match="make room and try again"):
+        writer.publish(1)
+    assert list((tmp_path / "weights").iterdir()) == []
+    assert digest_published(writer.publish(1)) == digest_tensors(_weights())
+    writer.close()
+    (tmp_path / "weights").write_text("in the way")
+    with pytest.raises(StorageError, match="weights"):
+        writer.publish(2)

@@ -229,7 +229,7 @@ class Accounts:
             for each in record.waiting:
                 self._store(each.group)
         ours, theirs = self.ledger(), self._ledger.counts()
-        if not ours.balanced or (ours != theirs and not self._pruned):
+        if not ours.balanced or ours != theirs:
             raise DamageError(
                 f"the sums are {msgspec.to_builtins(ours)} by id, but {msgspec.to_builtins(theirs)} in the ledger"
             )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from asyncrl.buffer.consumed import EarlierGroups
 from asyncrl.buffer.journal import Admitted, Begun, Folded, Record
 from asyncrl.buffer.replay import Sample
 from asyncrl.data.arrow import Row
@@ -30,6 +31,8 @@ class Manifest(Protocol):
     def samples_trained(self) -> int: ...
     @property
     def consumed(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def earlier(self) -> EarlierGroups | None: ...
 
 
 class Audit(msgspec.Struct):
@@ -122,7 +125,15 @@ def _check_manifest(name: str, manifest: Manifest, accounts: Accounts) -> None:
     if manifest.step < accounts.first_step:
         return  # the journal of these steps was pruned
     claimed = [group for first, last in manifest.consumed for group in range(first, last + 1)]
-    trained = accounts.trained_before(manifest.step)
+    before = manifest.earlier or EarlierGroups()
+    of_all = accounts.trained_before(manifest.step)
+    trained = [group for group in of_all if group >= before.below]
+    old = EarlierGroups.of((group for group in of_all if group < before.below), before.below)
+    if not accounts.first_step and old != before:
+        raise DamageError(
+            f"{name}: its manifest counts {before.groups} groups below {before.below}, with the digest "
+            f"{before.digest:x}; the journal delivers {old.groups}, with {old.digest:x}"
+        )
     unknown = set(claimed) - set(trained)
     if missing := sorted((set(trained) - set(claimed)) | {group for group in unknown if not accounts.ended(group)}):
         raise DamageError(
@@ -130,7 +141,7 @@ def _check_manifest(name: str, manifest: Manifest, accounts: Accounts) -> None:
         )
     if len(claimed) != len(set(claimed)):
         raise DamageError(f"{name}: its manifest names a group twice")
-    samples = accounts.consumed_before + sum(map(accounts.size, trained))
+    samples = accounts.consumed_before + sum(map(accounts.size, of_all))
     if manifest.samples_trained != samples:
         raise DamageError(f"{name}: {manifest.samples_trained} samples are not the {samples} of its groups")
 

@@ -22,19 +22,22 @@ class Events(msgspec.Struct):
     """Lines that a kill left unfinished."""
 
 
-def check_metrics(path: Path, steps: int, summary: Mapping[str, Any] | None) -> int:
-    """Rows of metrics.parquet, one for each step; DamageError if it cannot be read or lacks a step."""
+def check_metrics(path: Path, steps: int, summary: Mapping[str, Any] | None, lost: int = 0) -> int:
+    """Rows of metrics.parquet, one for each step; DamageError if it cannot be read or lacks a step. Of the first `lost`
+    steps there may be none: the file that had them was damaged."""
     try:
         recorded: list[int] = read_table(path).column("step").to_pylist() if path.exists() else []
     except (CorruptSegmentError, KeyError) as error:
         raise DamageError(str(error)) from None
+    first = min(recorded[0], lost) if recorded else 0
     for row, step in enumerate(recorded):
-        if step != row:
+        if step != first + row:
             raise DamageError(f"{path.name}: row {row} holds step {step}")
-    if len(recorded) > steps:
-        raise DamageError(f"{path.name} has {len(recorded)} steps, but the journal commits {steps}")
-    if summary is not None and summary.get("status") == "ok" and len(recorded) != summary["steps"]:
-        raise DamageError(f"{path.name} has {len(recorded)} steps, but summary.json counts {summary['steps']}")
+    last = first + len(recorded)
+    if last > steps:
+        raise DamageError(f"{path.name} has {last} steps, but the journal commits {steps}")
+    if summary is not None and summary.get("status") == "ok" and last != summary["steps"]:
+        raise DamageError(f"{path.name} has {last} steps, but summary.json counts {summary['steps']}")
     return len(recorded)
 
 

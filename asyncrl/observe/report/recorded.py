@@ -67,7 +67,7 @@ def read(path: Path) -> Recorded:
     directory = RunDirectory.open(path)
     connection = open_run(path)
     text = directory.config.read_text()
-    summary: Row = msgspec.json.decode(directory.summary.read_bytes()) if directory.summary.exists() else {}
+    summary: Row = directory.read_summary() or {}
     events = sorted(read_events(directory.events), key=lambda event: event["time"] + (event.get("seconds") or 0.0))
     status = _status(directory, summary, events)
     return Recorded(

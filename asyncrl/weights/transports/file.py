@@ -2,12 +2,14 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import StorageError, WeightSyncError
+from asyncrl.system.storage import storing
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.flat import Flat
 from asyncrl.weights.gather import Tensors
@@ -39,17 +41,19 @@ class File(Transport):
 
 def write(manifest: WeightManifest, flat: Flat, folder: Path) -> Path:
     """Whole or not at all, for the owner alone."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"version-{manifest.version}-{manifest.digest}.safetensors"
     partial = path.with_suffix(".partial")
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600))
     try:
-        save_file({name: tensor.cpu() for name, tensor in flat.tensors()}, partial)
-        partial.chmod(0o600)
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise WeightSyncError(f"version {manifest.version} cannot be written to {folder}: {error}; free some") from None
+        with storing(path):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600))
+            save_file({name: tensor.cpu() for name, tensor in flat.tensors()}, partial)
+            partial.chmod(0o600)
+            partial.replace(path)
+    except StorageError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)  # what it has is room for others
+        raise
     return path
 
 
