@@ -51,7 +51,8 @@ class Outcome(msgspec.Struct, frozen=True):
     reward: float | dict[str, float] | Score | None = None
     """The reward itself, in place of the reward function's."""
     turn_rewards: tuple[float, ...] = ()
-    """Of each call of the model, in the order in which they were answered; empty: none has one of its own."""
+    """Of each call of the model, in the order in which they were answered; empty: none has one of its own. Calls that
+    were answered without a token, because all were used up, may be left out."""
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, tag=True):
