@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.judge import Item, Judge
 from asyncrl.drop_reasons import DropReason
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.judges.client import retry_after
+from asyncrl.judges.client import LARGEST, retry_after
 from asyncrl.judges.judge import ModelJudge
 from asyncrl.judges.store import VerdictStore
 from asyncrl.judges.trial import try_judge
@@ -161,6 +161,30 @@ def test_silence_and_replies_without_grades_have_reasons_of_their_own() -> None:
     assert server.calls["answered"] == 2
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no JSON",
+        b"\xff\xfe",
+        b"[]",
+        b'{"choices": []}',
+        b'{"choices": [{"message": {"content": null}}]}',
+        b'{"choices": [{"message": {"content": "\xff"}}]}',
+        b'{"deep": ' + b"[" * 100_000,
+        b" " * (LARGEST + 1),
+    ],
+    ids=lambda body: repr(body[:50]),
+)
+def test_an_answer_that_is_no_completion_has_a_reason(body: bytes) -> None:
+    with judge_server() as server:
+        server.raw = body
+        reason, message = failed(*scores(judge(server, retries=1), inputs(1)))
+    assert reason == DropReason.JUDGE_INVALID
+    assert len(message) < 1000
+    assert server.calls.total() == 2
+
+
 def test_all_wait_when_the_server_asks_for_it() -> None:
     """Waiting is no retry: with none allowed, nothing is lost."""
     limits = Faults(limited=0.5, retry_after="0.01")
@@ -278,6 +302,14 @@ def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
         _, message = failed(*scores(judge(server, api_key_env="JUDGE_KEY"), inputs(2)[1:], path))
         assert message == 'answered 400 Bad Request: {"error":{"message":"as told; Bearer ***"}}'
     assert KEY.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize("key", ["sk-two\nlines", "sk-two words", "sk-\u00e9"])
+def test_a_key_that_cannot_be_sent_is_not_told(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with judge_server() as server, pytest.raises(ConfigError, match="=JUDGE_KEY holds spaces or letters") as refused:
+        ModelJudge(judge(server, api_key_env="JUDGE_KEY"))
+    assert "sk-" not in str(refused.value)
 
 
 def test_a_key_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
