@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.judge import Item, Judge
 from asyncrl.drop_reasons import DropReason
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError, ConfigError, StorageError
 from asyncrl.judges.client import LARGEST, retry_after
 from asyncrl.judges.judge import ModelJudge
 from asyncrl.judges.store import VerdictStore
@@ -264,6 +264,42 @@ def test_while_completions_wait_it_says_for_what() -> None:
 
     with judge_server(faults=Faults(silence=1.0)) as server:
         using(judge(server, concurrency=2), work)
+
+
+def test_whoever_waits_when_it_is_closed_is_told() -> None:
+    async def work(opened: ModelJudge) -> list[RewardResult]:
+        scoring = asyncio.create_task(opened.score(inputs(5), [1.0] * 5))
+        while server.now < 2:  # noqa: ASYNC110  (counted in another thread)
+            await asyncio.sleep(0.01)
+        await opened.close()
+        return [*await scoring, *await opened.score(inputs(1), [1.0])]
+
+    with judge_server(faults=Faults(silence=1.0)) as server:
+        found = using(judge(server, concurrency=2), work)
+    assert found == [RewardFailure(DropReason.JUDGE_ERROR, "the judge was closed")] * 6
+
+
+def test_whoever_gives_up_does_not_end_the_call() -> None:
+    async def work(opened: ModelJudge) -> None:
+        scoring = asyncio.create_task(opened.score(inputs(1), [1.0]))
+        while not server.now:  # noqa: ASYNC110  (counted in another thread)
+            await asyncio.sleep(0.01)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert await opened.score(inputs(1), [1.0]) == [JUDGED]
+
+    with judge_server(seconds=0.2) as server:
+        using(judge(server), work)
+    assert server.calls.total() == 1
+
+
+def test_a_disk_that_refuses_ends_the_run_with_its_file(tmp_path: Path) -> None:
+    store = VerdictStore(tmp_path / "judge.sqlite", 1 << 20)
+    sqlite3.connect(tmp_path / "judge.sqlite").execute("DROP TABLE verdicts").close()
+    with pytest.raises(StorageError, match=r"no such table.*asyncrl resume.*judge\.sqlite"):
+        store.keep(b"1", {"right": 1.0}, "yes")
+    store.close()
 
 
 def test_a_sample_without_a_reward_is_not_judged() -> None:
