@@ -26,7 +26,7 @@ from asyncrl.config.staleness import FixedStaleness, StalenessControl
 from asyncrl.config.task import ChainsTask, TaskSettings
 from asyncrl.config.trackers import TrackerName
 from asyncrl.config.trainer import Trainer, check_trainer
-from asyncrl.config.user_code import Agent, Environment, Stages, check_agent, check_environment
+from asyncrl.config.user_code import Agent, Environment, Stages, check_agent, check_environment, check_reward
 from asyncrl.config.user_code import Reward as Reward
 from asyncrl.config.weights import Weights, check_weights
 from asyncrl.errors import ConfigError
@@ -402,6 +402,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
     check_weights(run)
     check_pool(run)
     check_trainer(run)
+    check_reward(run)
     check_judge(run)
     check_environment(run)
     check_agent(run)

@@ -60,9 +60,27 @@ class Reward(Called, frozen=True):
     """`package.module:function` or `path/to/file.py:function`, called as f(prompt, completion, answer); empty: only
     `judge` is asked."""
     judge: Judge = Judge()
+    model: str = ""
+    """A reward model for the function asyncrl.rewards.model:reward: a Hugging Face directory with a head of one
+    number."""
+    model_device: str = "cpu"
+    """Where each worker computes it, such as `cuda:0`. That GPU is not taken from the cluster's: leave room on it."""
     timeout_s: AboveZero = 5.0
     allow_unsafe_exec: bool = False
     """Where programs cannot be contained, run the model's code all the same, as you and with all that you can do."""
+
+
+MODEL_REWARD = "asyncrl.rewards.model:reward"
+
+
+def check_reward(run: "Run") -> None:
+    function, model = run.reward.function, run.reward.model
+    if model and function != MODEL_REWARD:
+        raise ConfigError(
+            f"reward.model={model} is for reward.function={MODEL_REWARD} alone, and reward.function={function}: set it"
+        )
+    if function == MODEL_REWARD and not model:
+        raise ConfigError(f"reward.function={MODEL_REWARD} needs reward.model, the directory of a reward model")
 
 
 class Environment(Called, frozen=True):

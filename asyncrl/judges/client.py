@@ -18,6 +18,8 @@ HOPELESS = frozenset((400, 401, 402, 403, 404, 405, 406, 410, 411, 413, 414, 415
 """Answers that the same request gets again."""
 NO_QUOTA = "insufficient_quota"
 """OpenAI's 429 for an account that is used up: no wait helps."""
+LARGEST = 8 << 20
+"""Bytes of an answer that are taken."""
 SHOWN = 300
 """Characters of an answer that are told."""
 
@@ -69,8 +71,11 @@ def read_key(settings: Judge) -> str:
     name = settings.api_key_env
     if not name:
         return ""
-    if key := os.environ.get(name, "").strip():
+    key = os.environ.get(name, "").strip()
+    if re.fullmatch(r"[!-~]+", key):
         return key
+    if key:
+        raise ConfigError(f"reward.judge.api_key_env={name} holds spaces or letters that no key has: export it again")
     raise ConfigError(
         f"reward.judge.api_key_env={name} is not set in this environment: export {name}=... before the run (and before "
         "`ray start`, where Ray runs already), or leave it out for a server without keys"
@@ -93,20 +98,24 @@ class Client:
         content = msgspec.json.encode(body)
         try:
             async with asyncio.timeout(limit_s):
-                answer = await self._http.post(self._settings.address, content=content)
+                async with self._http.stream("POST", self._settings.address, content=content) as answer:
+                    body = await _bounded(answer)
         except TimeoutError:
             return CallFailed(reason=DropReason.JUDGE_TIMEOUT, message=f"no answer within {limit_s:.3g} s")
         except self._library.HTTPError as error:
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             return CallFailed(reason=DropReason.JUDGE_ERROR, message=f"no answer: {self._without_key(words)}")
+        if body is None:
+            message = f"answered with more than {LARGEST >> 20} MiB"
+            return CallFailed(reason=DropReason.JUDGE_INVALID, message=message)
         if answer.status_code == 200:
-            return self._read(answer.content, len(content))
-        return self._refused(answer)
+            return self._read(body, len(content))
+        return self._refused(answer, body.decode(errors="replace"))
 
     def _read(self, content: bytes, asked: int) -> Reply | CallFailed:
         try:
             found = _completion.decode(content)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             said = self._shown(content.decode(errors="replace"))
             return CallFailed(reason=DropReason.JUDGE_INVALID, message=f"answered no chat completion ({error}): {said}")
         text = (found.choices[0].message.content if found.choices else None) or ""
@@ -114,8 +123,8 @@ class Client:
         prompt, reply = usage.prompt_tokens, usage.completion_tokens
         return Reply(text, asked // 4 if prompt is None else prompt, -(-len(text) // 4) if reply is None else reply)
 
-    def _refused(self, answer: Any) -> CallFailed:
-        status, text = int(answer.status_code), str(answer.text)
+    def _refused(self, answer: Any, text: str) -> CallFailed:
+        status = int(answer.status_code)
         message = f"answered {status} {answer.reason_phrase}".rstrip() + (f": {self._shown(text)}" if text else "")
         hopeless = status in HOPELESS or 300 <= status < 400 or (status == 429 and NO_QUOTA in text)
         asked = retry_after(answer.headers.get("retry-after", ""))
@@ -132,6 +141,16 @@ class Client:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+async def _bounded(answer: Any) -> bytes | None:
+    """What the server sends; None where it is too much to be a reply."""
+    body = bytearray()
+    async for part in answer.aiter_bytes():
+        body += part
+        if len(body) > LARGEST:
+            return None
+    return bytes(body)
 
 
 def retry_after(header: str) -> float | None:

@@ -30,6 +30,7 @@ PREFIX = "judge_"
 FUNCTION = "function"
 """The part that the reward function's number becomes, where it has no parts of its own."""
 LONGEST_BACKOFF_S = 30.0
+OVER = "the judge was closed"
 WAIT_S = 1.0
 """First wait for a server that asks for one and does not say how long."""
 
@@ -61,7 +62,7 @@ class ModelJudge:
         """Results of calls of `score` that have not returned."""
         self._not_before = 0.0
         self._limited_in_a_row = 0
-        self._answered = False
+        self._answered = self._closed = False
         self._last_failure = ""
         self.record = CallRecord(settings)
         self._calls = CallRecord(settings, "call")
@@ -102,6 +103,8 @@ class ModelJudge:
 
     async def verdict(self, given: RewardInput) -> Verdict:
         """From the cache, from a call that is under way for the same text, or from a call of its own."""
+        if self._closed:
+            return RewardFailure(DropReason.JUDGE_ERROR, OVER)
         body = self._form.body(given)
         key = _key(body, self._settings)
         if (points := self._store.find(key)) is not None:
@@ -114,7 +117,12 @@ class ModelJudge:
         else:
             self.stats.cache_hits += 1
         # Who waits may be given up; what was asked is paid for, and others may wait for it.
-        verdict = await asyncio.shield(asking)
+        try:
+            verdict = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            if not asking.cancelled():
+                raise
+            return RewardFailure(DropReason.JUDGE_ERROR, OVER)
         if isinstance(verdict, RewardFailure):
             self.stats.failures += 1
             self.record.add(given, verdict)
@@ -259,6 +267,10 @@ class ModelJudge:
         return words + (f"; the last failure: {self._last_failure}" if self._last_failure else "")
 
     async def close(self) -> None:
+        """End the calls; samples still under way fail. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         asking = list(self._asking.values())
         for task in asking:
             task.cancel()

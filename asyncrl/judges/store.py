@@ -14,6 +14,7 @@ import msgspec
 
 from asyncrl.errors import CheckpointError, StorageError
 from asyncrl.judges.form import Points
+from asyncrl.system.storage import WAY_OUT
 
 LONGEST = 4000
 """Characters of a reply that are kept, the last ones."""
@@ -65,6 +66,8 @@ class VerdictStore:
             self._database.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + TABLES)
             self._bytes = int(self._one("SELECT coalesce(sum(bytes), 0) FROM verdicts"))
             self.stats = self._read_stats()
+        except sqlite3.OperationalError as error:
+            raise _refused(error, path) from error
         except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({error}): remove it, and verdicts are asked for again, with a budget that begins "
@@ -122,4 +125,8 @@ class VerdictStore:
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-            raise StorageError(EIO, f"{error}; make room and try again (asyncrl resume)", str(self._path)) from error
+            raise _refused(error, self._path) from error
+
+
+def _refused(error: sqlite3.Error, path: Path | None) -> StorageError:
+    return StorageError(EIO, f"{error}; {WAY_OUT}", str(path))

@@ -1,1 +1,1 @@
-"""Ready reward functions: mathematics, and programs that are run in the sandbox."""
+"""Ready reward functions: mathematics, programs that are run in the sandbox, and a reward model."""

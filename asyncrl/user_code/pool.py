@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ from asyncrl.observe.diagnosis.snapshot import Judging
 from asyncrl.system import processes
 from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.failures import CallRecord
-from asyncrl.user_code.protocol import ALLOW_UNSAFE_EXEC, RewardFailure, RewardInput, RewardStats
+from asyncrl.user_code.protocol import ALLOW_UNSAFE_EXEC, REWARD_MODEL, RewardFailure, RewardInput, RewardStats
 from asyncrl.user_code.score import Score
 from asyncrl.user_code.worker import HEADER, kind_of
 
@@ -145,6 +146,8 @@ def command(settings: Called) -> tuple[list[str], dict[str, str]]:
     environment["PYTHONUNBUFFERED"] = "1"  # what it prints is seen even if it is killed
     if isinstance(settings, Reward) and settings.allow_unsafe_exec:
         environment[ALLOW_UNSAFE_EXEC] = "1"
+    if isinstance(settings, Reward) and settings.model:
+        environment[REWARD_MODEL] = f"{settings.model_device}|{Path(settings.model).expanduser()}"
     if isinstance(settings, Agent):
         return [
             sys.executable,

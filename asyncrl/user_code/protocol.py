@@ -52,6 +52,8 @@ class RewardStats(msgspec.Struct, kw_only=True):
 
 ALLOW_UNSAFE_EXEC = "ASYNCRL_ALLOW_UNSAFE_EXEC"
 """In a worker's environment: programs may run outside a sandbox. It is there by reward.allow_unsafe_exec alone."""
+REWARD_MODEL = "ASYNCRL_REWARD_MODEL"
+"""In a worker's environment: `DEVICE|DIRECTORY` of reward.model, for `asyncrl.rewards.model`."""
 RewardResult = float | Score | RewardFailure
 """A number where the reward has no parts."""
 

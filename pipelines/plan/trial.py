@@ -31,8 +31,8 @@ def tried(run: Run) -> list[str]:
 
 def reward_trial(run: Run) -> list[str]:
     """What it returned, in lines; ConfigError if it fails whatever the completion is. A harness decides what its reward
-    gets, so beside one nothing is tried."""
-    if run.agent.on:
+    gets, so beside one only the judge is tried."""
+    if run.agent.on and not run.reward.judge.on:
         return []
     task = make_task(run.task, run.seed)
     prompts = [task.prompt("train", number) for number in range(min(PROMPTS, run.steps * run.flow.groups_per_step))]
@@ -42,7 +42,7 @@ def reward_trial(run: Run) -> list[str]:
 
 async def _try(run: Run, prompts: Sequence[Prompt]) -> list[str]:
     reward, said = run.reward, list[str]()
-    if reward.function:
+    if reward.function and not run.agent.on:
         said += told(await try_reward(reward, prompts, turns=run.environment.on), prompts[0])
     if reward.judge.on:
         said += await try_judge(reward.judge, prompts[0])

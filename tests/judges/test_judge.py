@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.config.judge import Item, Judge
 from asyncrl.drop_reasons import DropReason
-from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.judges.client import retry_after
+from asyncrl.errors import CheckpointError, ConfigError, StorageError
+from asyncrl.judges.client import LARGEST, retry_after
 from asyncrl.judges.judge import ModelJudge
 from asyncrl.judges.store import VerdictStore
 from asyncrl.judges.trial import try_judge
@@ -161,6 +161,30 @@ def test_silence_and_replies_without_grades_have_reasons_of_their_own() -> None:
     assert server.calls["answered"] == 2
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no JSON",
+        b"\xff\xfe",
+        b"[]",
+        b'{"choices": []}',
+        b'{"choices": [{"message": {"content": null}}]}',
+        b'{"choices": [{"message": {"content": "\xff"}}]}',
+        b'{"deep": ' + b"[" * 100_000,
+        b" " * (LARGEST + 1),
+    ],
+    ids=lambda body: repr(body[:50]),
+)
+def test_an_answer_that_is_no_completion_has_a_reason(body: bytes) -> None:
+    with judge_server() as server:
+        server.raw = body
+        reason, message = failed(*scores(judge(server, retries=1), inputs(1)))
+    assert reason == DropReason.JUDGE_INVALID
+    assert len(message) < 1000
+    assert server.calls.total() == 2
+
+
 def test_all_wait_when_the_server_asks_for_it() -> None:
     """Waiting is no retry: with none allowed, nothing is lost."""
     limits = Faults(limited=0.5, retry_after="0.01")
@@ -242,6 +266,42 @@ def test_while_completions_wait_it_says_for_what() -> None:
         using(judge(server, concurrency=2), work)
 
 
+def test_whoever_waits_when_it_is_closed_is_told() -> None:
+    async def work(opened: ModelJudge) -> list[RewardResult]:
+        scoring = asyncio.create_task(opened.score(inputs(5), [1.0] * 5))
+        while server.now < 2:  # noqa: ASYNC110  (counted in another thread)
+            await asyncio.sleep(0.01)
+        await opened.close()
+        return [*await scoring, *await opened.score(inputs(1), [1.0])]
+
+    with judge_server(faults=Faults(silence=1.0)) as server:
+        found = using(judge(server, concurrency=2), work)
+    assert found == [RewardFailure(DropReason.JUDGE_ERROR, "the judge was closed")] * 6
+
+
+def test_whoever_gives_up_does_not_end_the_call() -> None:
+    async def work(opened: ModelJudge) -> None:
+        scoring = asyncio.create_task(opened.score(inputs(1), [1.0]))
+        while not server.now:  # noqa: ASYNC110  (counted in another thread)
+            await asyncio.sleep(0.01)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert await opened.score(inputs(1), [1.0]) == [JUDGED]
+
+    with judge_server(seconds=0.2) as server:
+        using(judge(server), work)
+    assert server.calls.total() == 1
+
+
+def test_a_disk_that_refuses_ends_the_run_with_its_file(tmp_path: Path) -> None:
+    store = VerdictStore(tmp_path / "judge.sqlite", 1 << 20)
+    sqlite3.connect(tmp_path / "judge.sqlite").execute("DROP TABLE verdicts").close()
+    with pytest.raises(StorageError, match=r"no such table.*asyncrl resume.*judge\.sqlite"):
+        store.keep(b"1", {"right": 1.0}, "yes")
+    store.close()
+
+
 def test_a_sample_without_a_reward_is_not_judged() -> None:
     failure = RewardFailure(DropReason.REWARD_ERROR, "no reward")
     own = Score(0.25, {"format": 0.5})
@@ -278,6 +338,14 @@ def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
         _, message = failed(*scores(judge(server, api_key_env="JUDGE_KEY"), inputs(2)[1:], path))
         assert message == 'answered 400 Bad Request: {"error":{"message":"as told; Bearer ***"}}'
     assert KEY.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize("key", ["sk-two\nlines", "sk-two words", "sk-\u00e9"])
+def test_a_key_that_cannot_be_sent_is_not_told(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with judge_server() as server, pytest.raises(ConfigError, match="=JUDGE_KEY holds spaces or letters") as refused:
+        ModelJudge(judge(server, api_key_env="JUDGE_KEY"))
+    assert "sk-" not in str(refused.value)
 
 
 def test_a_key_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ class JudgeServer:
         self._random = random.Random(seed)
         self.status = 0
         """Answer every call with it."""
+        self.raw: bytes | None = None
+        """Answer every call with this body."""
         self.calls = Counter[str]()
         """By outcome."""
         self.asked: list[str] = []
@@ -74,6 +76,8 @@ class JudgeServer:
         if self.status:
             # Careless servers tell the key in what they answer.
             return self._count("failed", _error(self.status, f"as told; {request.headers.get('authorization')}"))
+        if self.raw is not None:
+            return self._count("raw", Response(self.raw))
         await asyncio.sleep(self._seconds)
         return await self._faulty(request) or self._count("answered", self._completion(body["messages"][-1]["content"]))
 
