@@ -7,14 +7,13 @@ otherwise are in asyncrl.weights.epochs; here they meet the actors.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 
 import msgspec
 
 from actors.drafter.actor import DrafterActor, DrafterStatus
 from actors.rollout.actor import RolloutActor
 from actors.trainer.actor import TrainerActor
-from asyncrl.errors import ActorError, AsyncRLError, EngineError, WeightSyncError
+from asyncrl.errors import ActorError, AsyncRLError, WeightSyncError
 from asyncrl.fleet.state import FleetState
 from asyncrl.types import SendOrder, WeightAck, WeightManifest
 from asyncrl.weights.epochs import Abort, Action, Deliver, Epochs, GiveUp, Send
@@ -78,7 +77,7 @@ class DrafterLink:
         except ActorError:
             pass  # `serve` hears of a dead drafter too, and says so
         except Exception as error:  # whatever it is: it goes on drafting for an older version
-            self._problems.append(f"it cannot follow version {manifest.version}: {error!r}")
+            self._problems.append(f"it cannot follow version {manifest.version}: {_in_a_line(error)}")
 
     async def serve(
         self, published: Callable[[int], None], lost: Callable[[str], None], failed: Callable[[str], None]
@@ -88,16 +87,13 @@ class DrafterLink:
         while True:
             try:
                 if (manifest := await self._drafter.offer()) is not None:
-                    loading = [self._fleet.handles[name].load_drafter(manifest) for name in self._fleet.serving]
-                    await acknowledged(manifest, loading, self._timeout_s)
-                    published(manifest.version)
+                    await self._bring(manifest, published)
                 self.status = await self._drafter.status()
             except ActorError as error:
-                if error.actor == "drafter":
-                    lost(str(error))
-                    return
-            except (EngineError, WeightSyncError) as error:
-                self._problems.append(f"engines did not take its head: {error}")
+                lost(str(error))
+                return
+            except Exception as error:  # whatever it is: engines have a head, and go on with it
+                self._problems.append(_in_a_line(error))
             if self._problems:
                 if time.monotonic() - self._told > TELL_SECONDS:
                     self._told = time.monotonic()
@@ -105,14 +101,37 @@ class DrafterLink:
                 self._problems.clear()
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def _bring(self, manifest: WeightManifest, published: Callable[[int], None]) -> None:
+        try:
+            loading = [self._fleet.handles[name].load_drafter(manifest) for name in self._fleet.serving]
+            await acknowledged(manifest, loading, self._timeout_s)
+        except ActorError:
+            pass  # an engine that died is brought back elsewhere
+        except Exception as error:  # of whatever engine: it still drafts
+            self._problems.append(f"engines did not take its head: {_in_a_line(error)}")
+        else:
+            published(manifest.version)
+
     async def save(self) -> None:
-        with suppress(ActorError):
+        try:
             await self._drafter.save()
+        except ActorError:
+            pass  # `serve` hears of a dead drafter too, and says so
+        except Exception as error:  # whatever it is: the head that was saved before is still there
+            self._problems.append(f"its head was not saved: {_in_a_line(error)}")
 
     async def close(self) -> None:
         if self._following is not None:
             await asyncio.wait([self._following])
         await self._drafter.close()
+
+
+def _in_a_line(error: Exception) -> str:
+    """What Ray brings from another process is a page of traceback with the error in its last line."""
+    words = str(error).strip()
+    if "\n" in words:
+        return words.rpartition("\n")[2]
+    return words if isinstance(error, AsyncRLError) else repr(error)
 
 
 GRACE_SECONDS = 10.0

@@ -55,7 +55,13 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    "error", [EngineError("engine a has no head"), WeightSyncError("head 1 has another digest"), None]
+    "error",
+    [
+        EngineError("engine a has no head"),
+        WeightSyncError("head 1 has another digest"),
+        RuntimeError("CUDA out of memory"),
+        None,
+    ],
 )
 def test_heads_that_engines_refuse_are_told_of_and_the_next_ones_are_published(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
@@ -92,3 +98,46 @@ def test_a_version_that_it_cannot_follow_is_told_of(monkeypatch: pytest.MonkeyPa
 
     asyncio.run(play())
     assert failed == ["it cannot follow version 2: KeyError('model.embed_tokens.weight')"]
+
+
+class Broken(Drafter):
+    """Has no memory for a head to offer."""
+
+    async def offer(self) -> WeightManifest:
+        self.offered += 1
+        await self.status()
+        raise MemoryError("ray::DrafterActor.offer()\nMemoryError: no room for a head")
+
+
+def test_whatever_a_drafter_raises_is_told_of_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(publisher, "TELL_SECONDS", 0.0)
+    lost, failed = list[str](), list[str]()
+    state: FleetState[RolloutActor] = FleetState({}, 3)
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Broken())), state, timeout_s=5)
+        async with asyncio.timeout(30):
+            await link.serve(lambda _: None, lost.append, failed.append)
+
+    asyncio.run(play())
+    assert failed[0] == "MemoryError: no room for a head"
+    assert lost == ["actor drafter died during status"]
+
+
+def test_a_head_that_cannot_be_saved_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    failed = list[str]()
+
+    class Full(Drafter):
+        async def save(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Full())), FleetState({}, 3), timeout_s=5)
+        await link.save()
+        async with asyncio.timeout(30):
+            await link.serve(lambda _: None, lambda _: None, failed.append)
+
+    asyncio.run(play())
+    assert failed == ["its head was not saved: OSError(28, 'No space left on device')"]
