@@ -18,7 +18,7 @@ from asyncrl.config.engine import VllmEngine
 from asyncrl.engines.base import Engine
 from asyncrl.engines.vllm import build
 from asyncrl.engines.vllm.build import build_vllm
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import has_avx512, has_gpu
 from asyncrl.types import EngineStats, SpeculationArm
