@@ -141,3 +141,50 @@ def test_a_head_that_cannot_be_saved_is_told_of(monkeypatch: pytest.MonkeyPatch)
 
     asyncio.run(play())
     assert failed == ["its head was not saved: OSError(28, 'No space left on device')"]
+
+
+def test_the_newest_head_comes_to_engines_that_refused_it_came_back_or_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(publisher, "AGAIN_SECONDS", 0.0)
+    published = list[int]()
+
+    class Once(Drafter):
+        """Offers one head, and dies after that was looked at often enough."""
+
+        async def offer(self) -> WeightManifest | None:  # type: ignore[override]
+            self.offered += 1
+            return manifest(1) if self.offered == 1 else None
+
+    class Slow(Engine):
+        """Refuses what it is given first."""
+
+        async def load_drafter(self, head: WeightManifest) -> WeightAck:
+            self.error, refusal = None, self.error
+            if refusal is not None:
+                raise refusal
+            self.loaded.append(head.version)
+            return WeightAck("b", head.version, head.digest)
+
+    engines = {"a": Slow(None), "b": Slow(EngineError("no room")), "c": Slow(None)}
+    state: FleetState[RolloutActor] = FleetState({n: cast(RolloutActor, engines[n]) for n in "ab"}, 3)
+
+    def counts(version: int) -> None:
+        """Then one process is made anew, and an engine joins."""
+        published.append(version)
+        state.published(manifest(0))
+        state.died("a")
+        state.restarted("a")
+        state.join("c")
+        state.started("c", cast(RolloutActor, engines["c"]))
+        for name in "ac":
+            state.include(name)
+            state.acknowledged(name, 0)
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Once())), state, timeout_s=5)
+        async with asyncio.timeout(30):
+            await link.serve(counts, lambda _: None, lambda _: None)
+
+    asyncio.run(play())
+    assert published == [1], "once, when all have it"
+    assert {name: engine.loaded for name, engine in engines.items()} == {"a": [1, 1], "b": [1], "c": [1]}
