@@ -19,6 +19,7 @@ from asyncrl.drafting.checkpoint import head_tensors, load_head, save_head
 from asyncrl.drafting.heads import Head
 from asyncrl.drafting.idle_gate import BusyFlag
 from asyncrl.drafting.learner import Acceptance, DrafterLearner
+from asyncrl.drafting.memory import PART_TOKENS
 from asyncrl.drafting.store import HiddenStates
 from asyncrl.drafting.windows import Window, decode
 from asyncrl.engines.adapters import has_adapters
@@ -38,8 +39,6 @@ STATE = "optimizer.state"
 LOOK_SECONDS = 0.005
 """How often a waiting drafter checks whether it may continue."""
 JUDGE_TOKENS = 4096
-PART_TOKENS = 256
-"""Trained on between two looks: some tens of milliseconds on a CPU."""
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
