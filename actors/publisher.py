@@ -13,7 +13,7 @@ import msgspec
 from actors.drafter.actor import DrafterActor, DrafterStatus
 from actors.rollout.actor import RolloutActor
 from actors.trainer.actor import TrainerActor
-from asyncrl.errors import ActorError, AsyncRLError, EngineError, StorageError, WeightSyncError
+from asyncrl.errors import ActorError, AsyncRLError, WeightSyncError
 from asyncrl.fleet.state import FleetState
 from asyncrl.types import SendOrder, WeightAck, WeightManifest
 from asyncrl.weights.epochs import Abort, Action, Deliver, Epochs, GiveUp, Send
@@ -47,6 +47,8 @@ def disagreement(ack: WeightAck, manifest: WeightManifest) -> str:
 
 LOOK_SECONDS = 0.5
 """How often the drafter is asked for a better head."""
+AGAIN_SECONDS = 30.0
+"""Until a head is offered once more to engines that did not take it: loading one stops an engine for a moment."""
 TELL_SECONDS = 60.0
 """Between two sentences about what fails: it may fail with each version."""
 
@@ -54,7 +56,7 @@ TELL_SECONDS = 60.0
 class DrafterLink:
     """Between the run and its drafter, in the driver's event loop. The run never waits for it: the drafter may be
     slow, as it has the lowest priority. Nor does it end because of it: completions are the same with an old head, and
-    without any. Every engine gets the same heads, in the same order."""
+    without any. Every engine gets the newest head, also one that failed to take it, came back or joined late."""
 
     def __init__(self, drafter: DrafterActor, fleet: FleetState[RolloutActor], *, timeout_s: float) -> None:
         self._drafter = drafter
@@ -62,7 +64,11 @@ class DrafterLink:
         self._timeout_s = timeout_s
         self._following: asyncio.Task[None] | None = None
         self._problems: list[str] = []
-        self._told = float("-inf")
+        self._told = self._refused = float("-inf")
+        self._newest: WeightManifest | None = None
+        self._announced = 0
+        self._held: dict[tuple[str, int], int] = {}
+        """The head that each process of an engine has, by the engine's name and how often it was restarted."""
         self.status: DrafterStatus | None = None
         """As it was when last heard of."""
 
@@ -77,7 +83,7 @@ class DrafterLink:
         except ActorError:
             pass  # `serve` hears of a dead drafter too, and says so
         except Exception as error:  # whatever it is: it goes on drafting for an older version
-            self._problems.append(f"it cannot follow version {manifest.version}: {error!r}")
+            self._problems.append(f"it cannot follow version {manifest.version}: {_in_a_line(error)}")
 
     async def serve(
         self, published: Callable[[int], None], lost: Callable[[str], None], failed: Callable[[str], None]
@@ -87,16 +93,15 @@ class DrafterLink:
         while True:
             try:
                 if (manifest := await self._drafter.offer()) is not None:
-                    loading = [self._fleet.handles[name].load_drafter(manifest) for name in self._fleet.serving]
-                    await acknowledged(manifest, loading, self._timeout_s)
-                    published(manifest.version)
+                    self._newest, self._refused = manifest, float("-inf")
+                if self._newest is not None and time.monotonic() - self._refused > AGAIN_SECONDS:
+                    await self._bring(self._newest, published)
                 self.status = await self._drafter.status()
             except ActorError as error:
-                if error.actor == "drafter":
-                    lost(str(error))
-                    return
-            except (EngineError, WeightSyncError) as error:
-                self._problems.append(f"engines did not take its head: {error}")
+                lost(str(error))
+                return
+            except Exception as error:  # whatever it is: engines have a head, and go on with it
+                self._problems.append(_in_a_line(error))
             if self._problems:
                 if time.monotonic() - self._told > TELL_SECONDS:
                     self._told = time.monotonic()
@@ -104,18 +109,49 @@ class DrafterLink:
                 self._problems.clear()
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def _bring(self, manifest: WeightManifest, published: Callable[[int], None]) -> None:
+        """To every engine that serves and does not have it."""
+        serving = [(name, self._fleet.restarts[name]) for name in self._fleet.serving]
+        lacking = [each for each in serving if self._held.get(each) != manifest.version]
+        found = await asyncio.gather(*(self._load(manifest, name) for name, _ in lacking))
+        for each, error in zip(lacking, found, strict=True):
+            if error is None:
+                self._held[each] = manifest.version
+            elif not isinstance(error, ActorError):  # an engine that died is brought back elsewhere
+                self._problems.append(f"engines did not take its head: {_in_a_line(error)}")
+                self._refused = time.monotonic()
+        if manifest.version != self._announced and all(self._held.get(each) == manifest.version for each in serving):
+            self._announced = manifest.version
+            published(manifest.version)
+
+    async def _load(self, manifest: WeightManifest, name: str) -> Exception | None:
+        """What went wrong: with whatever head it has, the engine still drafts."""
+        try:
+            await acknowledged(manifest, [self._fleet.handles[name].load_drafter(manifest)], self._timeout_s)
+        except Exception as error:
+            return error
+        return None
+
     async def save(self) -> None:
         try:
             await self._drafter.save()
         except ActorError:
             pass  # `serve` hears of a dead drafter too, and says so
-        except StorageError as error:  # the next checkpoint of the run needs room, too, and fails if there is none
-            self._problems.append(f"its head was not saved: {error}")
+        except Exception as error:  # whatever it is: the head that was saved before is still there
+            self._problems.append(f"its head was not saved: {_in_a_line(error)}")
 
     async def close(self) -> None:
         if self._following is not None:
             await asyncio.wait([self._following])
         await self._drafter.close()
+
+
+def _in_a_line(error: Exception) -> str:
+    """What Ray brings from another process is a page of traceback with the error in its last line."""
+    words = str(error).strip()
+    if "\n" in words:
+        return words.rpartition("\n")[2]
+    return words if isinstance(error, AsyncRLError) else repr(error)
 
 
 GRACE_SECONDS = 10.0

@@ -62,6 +62,10 @@ class EngineError(AsyncRLError, RuntimeError):
     exit_code = 4
 
 
+class DrafterError(AsyncRLError, RuntimeError):
+    """The drafter trains no more; engines keep the heads that they have, and the run goes on."""
+
+
 class ActorError(AsyncRLError, RuntimeError):
     """An actor died; the message names it and the call that was under way."""
 

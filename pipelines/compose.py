@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from asyncrl.config import Run, load
 from asyncrl.config.errors import did_you_mean
-from asyncrl.engines.registry import choose_engine
+from asyncrl.engines.registry import with_engine
 from asyncrl.errors import ConfigError
 from asyncrl.system import quiet
 
@@ -42,7 +42,7 @@ def compose(overrides: Sequence[str]) -> Run:
         raise ConfigError(f"{error.full_key} is required: give it as {error.full_key}=VALUE") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot compose {' '.join(overrides)}: {_first_line(error)}") from None
-    found = _with_engine(cast(dict[str, Any], raw))
+    found = with_engine(cast(dict[str, Any], raw))
     for override in plain:
         given = OverridesParser.create().parse_override(override)
         found[given.key_or_group] = given.value()
@@ -57,14 +57,6 @@ def _without_hydras_own_warnings() -> Generator[None, None, None]:
         if not quiet.verbose():
             warnings.simplefilter("ignore")
         yield
-
-
-def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
-    """`engine=auto` becomes the engine that suits machine and model, and so stands in the run's config.yaml."""
-    engine = raw.get("engine")
-    if isinstance(engine, dict) and cast(dict[str, Any], engine).get("type") == "auto":
-        raw["engine"] = choose_engine(raw.get("model") or {}, cast(dict[str, Any], engine)).settings
-    return raw
 
 
 def changed(run: Run, overrides: Sequence[str], *, allowed: Sequence[str]) -> Run:

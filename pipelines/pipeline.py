@@ -27,7 +27,7 @@ from asyncrl.config.task import (
     TaskSettings,
 )
 from asyncrl.config.user_code import Agent, Environment, Stage
-from asyncrl.engines.registry import choose_engine
+from asyncrl.engines.registry import with_engine
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import keep_here, loaded_file, name_of
 from pipelines.recording.result import Result
@@ -93,7 +93,7 @@ class Pipeline:
         task = self._task(prompts)
         given = {key: msgspec.to_builtins(value) for key, value in settings.items()}
         source = msgspec.to_builtins(_model(model))
-        raw: dict[str, Any] = {"cluster": "inprocess", "engine": choose_engine(source, {}).settings, **given}
+        raw: dict[str, Any] = {"cluster": "inprocess", "engine": {"type": "auto"}, **given}
         raw |= {
             "name": self._name,
             "model": source,
@@ -107,7 +107,7 @@ class Pipeline:
             raw["environment"] = self._called("environment", environment)
         if agent is not None or task.harness:
             raw["agent"] = self._called("agent", task.harness if agent is None else agent)
-        self.config: Run = load(raw)
+        self.config: Run = load(with_engine(raw))
         """Every setting, checked."""
 
     @property

@@ -19,14 +19,18 @@ from asyncrl.drafting.checkpoint import head_tensors, load_head, save_head
 from asyncrl.drafting.heads import Head
 from asyncrl.drafting.idle_gate import BusyFlag
 from asyncrl.drafting.learner import Acceptance, DrafterLearner
+from asyncrl.drafting.memory import PART_TOKENS
 from asyncrl.drafting.store import HiddenStates
 from asyncrl.drafting.windows import Window, decode
 from asyncrl.engines.adapters import has_adapters
-from asyncrl.models.checkpoint import load_model
+from asyncrl.errors import DrafterError
+from asyncrl.models.config import read_config
+from asyncrl.models.files import weight_files
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.system.storage import storing
 from asyncrl.training.device import training_device
+from asyncrl.training.distributed.shards import TensorFiles
 from asyncrl.types import WeightManifest
 from asyncrl.weights.transports.registry import read_published
 from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
@@ -36,8 +40,6 @@ STATE = "optimizer.state"
 LOOK_SECONDS = 0.005
 """How often a waiting drafter checks whether it may continue."""
 JUDGE_TOKENS = 4096
-PART_TOKENS = 256
-"""Trained on between two looks: some tens of milliseconds on a CPU."""
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -67,10 +69,13 @@ class DrafterActor:
         self._settings, self._depth = drafter.training, drafter.tokens
         self._directory = directory
         self._busy = BusyFlag(busy)
-        model, config = load_model(model_path)
+        config = read_config(model_path)
+        policy = TensorFiles(weight_files(model_path))  # of which two matrices are read
+        embedding = policy.tensor(EMBEDDING)
+        output = embedding if config.tied_embeddings else policy.tensor(OUTPUT)
         head = load_head(drafter.path, config)
         device = training_device(run.trainer.device)
-        self._learner = DrafterLearner(head, model.embed_tokens.weight, model.output_matrix, self._settings, device)
+        self._learner = DrafterLearner(head, embedding, output, self._settings, device)
         resumed = (directory / STATE).is_file()
         if resumed:
             self._learner.restore(load_file(directory / STATE))
@@ -112,6 +117,9 @@ class DrafterActor:
         return self._writer.publish(self._version)
 
     async def status(self) -> DrafterStatus:
+        """Raises what ended its training: nobody else waits for that."""
+        if self._training is not None and self._training.done() and (error := self._training.exception()):
+            raise DrafterError(f"it trains no more: {error!r}") from error
         counters = self._states.counters
         return DrafterStatus(
             version=self._version,

@@ -6,28 +6,28 @@ A new one is its settings in `asyncrl.config.engine`, a file with a `Build` func
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
-from asyncrl.config import Run
-from asyncrl.config.drafter import DrafterSettings
+from asyncrl.config import Rollout, Run
+from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, TransformersEngine, VllmEngine
-from asyncrl.config.precision import Fp8
+from asyncrl.config.precision import Fp8, RolloutPrecision
 from asyncrl.config.weights import published_adapters
 from asyncrl.drafting.bandit import Range
 from asyncrl.engines.base import Engine
 from asyncrl.errors import CheckpointError
 from asyncrl.models.config import read_config, runs_natively
 from asyncrl.models.files import tensor_sizes
+from asyncrl.precision.memory import footprint
 from asyncrl.system.devices import gpu_memory, has_gpu, runs_vllm
 
 if TYPE_CHECKING:
     from asyncrl.drafting.hidden_capture import RolloutTap
 
 
-BF16 = 2
-"""Bytes of a number."""
+T = TypeVar("T")
 FULL = 0.8
 """Of an engine's memory, which weights may take; the rest is KV cache."""
 
@@ -82,8 +82,14 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose_engine(model: Mapping[str, Any], asked: Mapping[str, Any]) -> Choice:
-    """`asked`: settings of the engine that are given beside `auto`.
+def choose_engine(
+    model: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    rollout: RolloutPrecision,
+    drafter: DrafterSettings,
+) -> Choice:
+    """`asked`: settings of the engine that are given beside `auto`; `rollout` and `drafter` are those of the run, which
+    not every engine can have.
 
     On a GPU our engine was measured at 1.15 to 3.6 times the tokens of vLLM with dense models (docs/benchmarks.md), and
     at about half of them with experts.
@@ -97,30 +103,54 @@ def choose_engine(model: Mapping[str, Any], asked: Mapping[str, Any]) -> Choice:
         return Choice({**own, "type": known}, "our decoder does not know the model")
     if not has_gpu():
         return Choice({**own, "type": "native"}, "no GPU was found")
-    if runs_vllm() and path is not None and (why := _better_in_vllm(path, own.get("memory", NativeEngine().memory))):
+    if "device" not in own and not NativeEngine(device="auto").on_gpu(drafter, found=True):
+        return Choice({**own, "type": "native"}, f"drafter={drafter.kind} so set needs our engine on a CPU")
+    share = own.get("memory", NativeEngine().memory)
+    if runs_vllm() and path is not None and (why := _better_in_vllm(path, share, rollout)):
         return Choice({**own, "type": "vllm"}, why)
     return Choice({"device": "cuda", **own, "type": "native"}, "our decoder knows the model, and one GPU holds it")
 
 
+def with_engine(raw: dict[str, Any]) -> dict[str, Any]:
+    """`engine=auto` becomes the engine that suits machine and model, and so stands in the run's config.yaml."""
+    engine = raw.get("engine")
+    if isinstance(engine, dict) and cast(dict[str, Any], engine).get("type") == "auto":
+        rollout = _settings(raw.get("rollout"), Rollout, Rollout())
+        drafter = _settings(raw.get("drafter"), DrafterSettings, NoDrafter())
+        raw["engine"] = choose_engine(raw.get("model") or {}, cast(dict[str, Any], engine), rollout, drafter).settings
+    return raw
+
+
+def _settings(given: Any, kind: Any, default: T) -> T:
+    """What is wrong with them is said when the whole run is loaded."""
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError:
+        return default
+
+
 def why_engine(run: Run) -> str:
     """A line about the run's engine and the one that `engine=auto` takes here."""
-    choice = choose_engine(msgspec.to_builtins(run.model), {})
+    choice = choose_engine(msgspec.to_builtins(run.model), {}, run.rollout, run.drafter)
     auto = f"engine=auto takes {choice.settings['type']} here"
     same = choice.settings["type"] == run.engine.kind
     return f"engine: {run.engine.label}{', as ' if same else '; '}{auto}, because {choice.why}"
 
 
-def _better_in_vllm(path: Path, share: float) -> str:
+def _better_in_vllm(path: Path, share: float, rollout: RolloutPrecision) -> str:
     """Why vLLM is the choice for a model of ours on a GPU; empty if it is not."""
     try:
-        if read_config(path).experts is not None:
+        model = read_config(path)
+        if model.experts is not None:
+            if any(VllmEngine().expert_problems(rollout.precision, model.hidden_size, gpu=True)):
+                return ""
             return "the model has experts, with which vLLM is faster"
-        parameters = sum(tensor_sizes(path).values())
+        weights = footprint(model, sum(tensor_sizes(path).values()), rollout.precision, rollout.fp8).weights
     except CheckpointError:
         return ""  # refused elsewhere
     memory = gpu_memory()
-    if memory is not None and BF16 * parameters > FULL * share * memory:
-        return f"{BF16 * parameters / 1e9:.0f} GB of weights are too many for engine.memory={share:g} of one GPU"
+    if memory is not None and weights > FULL * share * memory:
+        return f"{weights / 1e9:.0f} GB of weights are too many for engine.memory={share:g} of one GPU"
     return ""
 
 

@@ -94,8 +94,8 @@ class Client:
         limits = library.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency)
         self._http = library.AsyncClient(headers=headers, limits=limits, timeout=None)
 
-    async def call(self, body: dict[str, Any], limit_s: float) -> Reply | CallFailed:
-        content = msgspec.json.encode(body)
+    async def call(self, request: dict[str, Any], limit_s: float) -> Reply | CallFailed:
+        content = msgspec.json.encode(request)
         try:
             async with asyncio.timeout(limit_s):
                 async with self._http.stream("POST", self._settings.address, content=content) as answer:

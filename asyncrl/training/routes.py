@@ -20,18 +20,22 @@ class ObservedRoutes:
         self._shape, self._here, self._balanced = shape, here, balanced
         self._predict_L, self._replayed_T_L_C = here.predict_L, here.routes_T_L_C
         self._place = {layer: place for place, layer in enumerate(shape.layers)}
+        self._chosen: dict[int, Tensor] = {}
         self._load: dict[int, Tensor] = {}
         self._differing: dict[int, Tensor] = {}
         self._shares: dict[int, Tensor] = {}
         self._scores: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, scores_T_X: Tensor) -> Tensor:
+        if layer in self._chosen:  # it is computed again, and scores that were equal may be so no more
+            return self._chosen[layer].long()
         if self._replayed_T_L_C is None:
             chosen_T_C = scores_T_X.topk(self._shape.active, dim=-1).indices
+            self._chosen[layer] = chosen_T_C.to(torch.int16)
         else:
-            chosen_T_C = self._replayed_T_L_C[:, self._place[layer]].long()
-        if layer not in self._load:  # else it is computed again
-            self._observe(layer, scores_T_X, chosen_T_C)
+            self._chosen[layer] = self._replayed_T_L_C[:, self._place[layer]]
+            chosen_T_C = self._chosen[layer].long()
+        self._observe(layer, scores_T_X, chosen_T_C)
         return chosen_T_C
 
     def _observe(self, layer: int, scores_T_X: Tensor, chosen_T_C: Tensor) -> None:

@@ -9,6 +9,7 @@ from asyncrl.config import Run
 from asyncrl.config.precision import numerics
 from asyncrl.config.weights import published_adapters
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.drafting.memory import DrafterMemory, drafter_memory
 from asyncrl.errors import CheckpointError, MissingDependencyError
 from asyncrl.models.architectures import architecture
 from asyncrl.models.config import ModelConfig, read_config, warm_start_shape
@@ -67,6 +68,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     engine_base: int = 0
     """What the engine merges adapters into."""
     kv_cache: int
+    drafter: DrafterMemory = DrafterMemory()
+    """Of one that learns."""
     token: int
     """In a trajectory."""
     trajectories: int
@@ -95,13 +98,20 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         """Everything on one machine that lies in its own memory; published weights are there in shared memory."""
         trainer = PROCESS + self.offloaded if trains_on_gpu(run) else self.trainer
         rollout = PROCESS if has_gpu() and engine_share(run) else self.rollout
-        return trainer + run.engines * rollout + self.teachers_in_host + self.shared_memory(run)
+        others = self.teachers_in_host + self.host_drafter(run) + self.shared_memory(run)
+        return trainer + run.engines * rollout + others
+
+    def host_drafter(self, run: Run) -> int:
+        """It computes where the trainer does."""
+        if not run.drafter.trains:
+            return 0
+        return PROCESS + self.drafter.hidden_states + (0 if trains_on_gpu(run) else self.drafter.computed)
 
     def shared_memory(self, run: Run) -> int:
         """Of the machine, for weights on their way; `auto` sends them over the card where all are on one."""
         on_card = trains_on_gpu(run) and engine_share(run) > 0
         used = run.weights.transport == "shared_memory" or (run.weights.transport == "auto" and not on_card)
-        return VERSIONS * self.published if used else 0
+        return VERSIONS * ((self.published if used else 0) + self.drafter.published)
 
 
 class Card(NamedTuple):
@@ -109,6 +119,7 @@ class Card(NamedTuple):
 
     total: int
     trainer: int
+    """With a drafter that learns."""
     engines: int
     teachers: int = 0
 
@@ -147,8 +158,11 @@ def card(run: Run, required: Needs) -> Card | None:
     total = gpu_memory()
     if total is None or not (trains_on_gpu(run) or engine_share(run) or required.teachers_on_card):
         return None
-    trainer = required.training + CUDA + VERSIONS * required.published if trains_on_gpu(run) else 0
-    return Card(total, trainer, int(engine_share(run) * total), required.teachers_on_card)
+    trainer = drafter = 0
+    if trains_on_gpu(run):
+        trainer = required.training + CUDA + VERSIONS * required.published
+        drafter = required.drafter.computed + CUDA if run.drafter.trains else 0
+    return Card(total, trainer + drafter, int(engine_share(run) * total), required.teachers_on_card)
 
 
 def model_config(run: Run) -> ModelConfig:
@@ -223,6 +237,7 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
         engine_weights=held.weights if run.engine.has_model else 0,
         engine_base=held.base,
         kv_cache=run.engine.host_kv_cache(rows * longest * held.kv_token, gpu=has_gpu()),
+        drafter=drafter_memory(head, model) if (head := run.drafter.head) and head.trains else DrafterMemory(),
         token=token,
         trajectories=run.samples_per_step * (longest * token + ROW),
         checkpoint=checkpoint_bytes(run, model),

@@ -314,9 +314,10 @@ def _card(run: Run, required: Needs) -> Iterator[str]:
     taken = found.trainer + found.teachers
     if taken + found.engines > found.total:
         room = max(0.0, 1 - taken / found.total) / max(1, run.engines)
+        with_drafter = " with the drafter" if run.drafter.trains else ""
         lower = f"lower engine.memory to {math.floor(100 * room) / 100:g}" if room > 0.01 else "take a larger GPU"
         yield (
-            f"the GPU has {size(found.total)}; the trainer needs about {size(found.trainer)} of it"
+            f"the GPU has {size(found.total)}; the trainer{with_drafter} needs about {size(found.trainer)} of it"
             f"{f', teachers {size(found.teachers)}' if found.teachers else ''} and the engines get "
             f"{size(found.engines)}: {lower}, or lower trainer.token_budget or trainer.logits_bytes"
             f"{'' if required.recomputed == required.layers else ', or set trainer.checkpoint_activations=true'}"

@@ -58,7 +58,13 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    "error", [EngineError("engine a has no head"), WeightSyncError("head 1 has another digest"), None]
+    "error",
+    [
+        EngineError("engine a has no head"),
+        WeightSyncError("head 1 has another digest"),
+        RuntimeError("CUDA out of memory"),
+        None,
+    ],
 )
 def test_heads_that_engines_refuse_are_told_of_and_the_next_ones_are_published(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +103,31 @@ def test_a_version_that_it_cannot_follow_is_told_of(monkeypatch: pytest.MonkeyPa
     assert failed == ["it cannot follow version 2: KeyError('model.embed_tokens.weight')"]
 
 
+class Broken(Drafter):
+    """Has no memory for a head to offer."""
+
+    async def offer(self) -> WeightManifest:
+        self.offered += 1
+        await self.status()
+        raise MemoryError("ray::DrafterActor.offer()\nMemoryError: no room for a head")
+
+
+def test_whatever_a_drafter_raises_is_told_of_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(publisher, "TELL_SECONDS", 0.0)
+    lost, failed = list[str](), list[str]()
+    state: FleetState[RolloutActor] = FleetState({}, 3)
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Broken())), state, timeout_s=5)
+        async with asyncio.timeout(30):
+            await link.serve(lambda _: None, lost.append, failed.append)
+
+    asyncio.run(play())
+    assert failed[0] == "MemoryError: no room for a head"
+    assert lost == ["actor drafter died during status"]
+
+
 def test_a_head_that_finds_no_room_is_told_of_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,3 +150,50 @@ def test_a_head_that_finds_no_room_is_told_of_and_the_run_goes_on(
     assert len(failed) == 1
     assert failed[0].startswith("its head was not saved: ")
     assert "make room and try again" in failed[0]
+
+
+def test_the_newest_head_comes_to_engines_that_refused_it_came_back_or_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(publisher, "AGAIN_SECONDS", 0.0)
+    published = list[int]()
+
+    class Once(Drafter):
+        """Offers one head, and dies after that was looked at often enough."""
+
+        async def offer(self) -> WeightManifest | None:  # type: ignore[override]
+            self.offered += 1
+            return manifest(1) if self.offered == 1 else None
+
+    class Slow(Engine):
+        """Refuses what it is given first."""
+
+        async def load_drafter(self, head: WeightManifest) -> WeightAck:
+            self.error, refusal = None, self.error
+            if refusal is not None:
+                raise refusal
+            self.loaded.append(head.version)
+            return WeightAck("b", head.version, head.digest)
+
+    engines = {"a": Slow(None), "b": Slow(EngineError("no room")), "c": Slow(None)}
+    state: FleetState[RolloutActor] = FleetState({n: cast(RolloutActor, engines[n]) for n in "ab"}, 3)
+
+    def counts(version: int) -> None:
+        """Then one process is made anew, and an engine joins."""
+        published.append(version)
+        state.published(manifest(0))
+        state.died("a")
+        state.restarted("a")
+        state.join("c")
+        state.started("c", cast(RolloutActor, engines["c"]))
+        for name in "ac":
+            state.include(name)
+            state.acknowledged(name, 0)
+
+    async def play() -> None:
+        link = DrafterLink(cast(DrafterActor, cast(Any, Once())), state, timeout_s=5)
+        async with asyncio.timeout(30):
+            await link.serve(counts, lambda _: None, lambda _: None)
+
+    asyncio.run(play())
+    assert published == [1], "once, when all have it"
+    assert {name: engine.loaded for name, engine in engines.items()} == {"a": [1, 1], "b": [1], "c": [1]}

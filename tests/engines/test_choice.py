@@ -1,16 +1,21 @@
 """What `engine=auto` takes, on machines with and without a GPU and vLLM."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.config import Checkpoint, Run
+from asyncrl.config import Checkpoint, Rollout, Run
+from asyncrl.config.drafter import Adaptive, DrafterTraining, EagleDrafter, NgramDrafter, NoDrafter
 from asyncrl.config.engine import NativeEngine, VllmEngine
+from asyncrl.config.precision import PRECISIONS
 from asyncrl.engines import registry
 from asyncrl.engines.registry import Choice, choose_engine
+from pipelines.compose import compose
 from tests.support.families import family_config
 from tests.support.tiny_model import tiny_checkpoint, tiny_config
 
+BF16 = Rollout(precision="bf16")
 KNOWN = "our decoder knows the model, and one GPU holds it"
 
 
@@ -29,15 +34,17 @@ def machine(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, vllm: bool, memory: i
     monkeypatch.setattr(registry, "gpu_memory", lambda: memory if gpu else None)
 
 
-def choice(directory: Path, **asked: object) -> Choice:
-    return choose_engine({"type": "checkpoint", "path": str(directory)}, {"type": "auto", **asked})
+def choice(directory: Path, rollout: Rollout = BF16, **asked: object) -> Choice:
+    return choose_engine(
+        {"type": "checkpoint", "path": str(directory)}, {"type": "auto", **asked}, rollout, NoDrafter()
+    )
 
 
 def test_without_a_gpu(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, gpu=False, vllm=True)
     assert choice(models / "qwen3", max_batch=7) == ({"type": "native", "max_batch": 7}, "no GPU was found")
     assert choice(models / "nothing").settings == {"type": "native"}
-    assert choose_engine({"type": "warm_start"}, {}).settings == {"type": "native"}
+    assert choose_engine({"type": "warm_start"}, {}, BF16, NoDrafter()).settings == {"type": "native"}
     assert choice(models / "gemma3") == ({"type": "transformers"}, "our decoder does not know the model")
 
 
@@ -45,7 +52,7 @@ def test_with_a_gpu(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, gpu=True, vllm=True)
     assert choice(models / "qwen3") == ({"type": "native", "device": "cuda"}, KNOWN)
     assert choice(models / "qwen3", device="cpu").settings == {"type": "native", "device": "cpu"}
-    assert choose_engine({"type": "warm_start"}, {}).settings == {"type": "native", "device": "cuda"}
+    assert choose_engine({"type": "warm_start"}, {}, BF16, NoDrafter()).settings == {"type": "native", "device": "cuda"}
     assert choice(models / "gemma3").settings == {"type": "vllm"}
     assert choice(models / "experts") == ({"type": "vllm"}, "the model has experts, with which vLLM is faster")
     wanted = choice(models / "qwen3", tensor_parallel=2)
@@ -58,6 +65,35 @@ def test_a_model_that_one_gpu_does_not_hold(models: Path, monkeypatch: pytest.Mo
     for memory, kind in ((5_000_001, "native"), (4_999_999, "vllm")):
         machine(monkeypatch, gpu=True, vllm=True, memory=memory)
         assert choice(models / "qwen3", memory=0.5).settings["type"] == kind
+
+
+@pytest.mark.parametrize(("precision", "item"), [("fp32", 4), ("bf16", 2)])
+def test_a_number_takes_what_it_does_in_the_rollouts_precision(
+    models: Path, monkeypatch: pytest.MonkeyPatch, precision: Any, item: int
+) -> None:
+    monkeypatch.setattr(registry, "tensor_sizes", lambda _: {"a": 10**6})
+    for memory, kind in ((item * 10**6 * 5 // 2 + 1, "native"), (item * 10**6 * 5 // 2 - 1, "vllm")):
+        machine(monkeypatch, gpu=True, vllm=True, memory=memory)
+        assert choice(models / "qwen3", Rollout(precision=precision), memory=0.5).settings["type"] == kind
+
+
+def test_experts_in_fp8_are_for_our_engine(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes no updates of them, but has keys and values in FP8."""
+    machine(monkeypatch, gpu=True, vllm=True)
+    found = {p: choice(models / "experts", Rollout(precision=p)).settings["type"] for p in PRECISIONS}
+    assert found == {"fp32": "vllm", "bf16": "vllm", "fp8": "native", "fp8_kv": "vllm", "fp8_full": "native"}
+    overrides = ["engine=auto", "model=checkpoint", f"model.path={models / 'experts'}", "rollout.precision=fp8"]
+    assert isinstance(compose(overrides).engine, NativeEngine)
+
+
+def test_what_drafters_need_of_an_engine(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpu=True, vllm=True)
+    model = {"type": "checkpoint", "path": str(models / "qwen3")}
+    hidden = EagleDrafter(training=DrafterTraining(source="rollout"))
+    for drafter in (hidden, NgramDrafter(tokens=2, top_k=2, verify=4, adaptive=Adaptive(on=False))):
+        found = choose_engine(model, {"type": "auto"}, BF16, drafter)
+        assert found == ({"type": "native"}, f"drafter={drafter.kind} so set needs our engine on a CPU")
+    assert choose_engine(model, {"type": "auto"}, BF16, EagleDrafter()).settings["device"] == "cuda"
 
 
 def test_a_gpu_without_vllm(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from asyncrl.config.engine import VllmEngine
 from asyncrl.engines.base import Engine
 from asyncrl.engines.vllm import build
 from asyncrl.engines.vllm.build import build_vllm
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.system import minimum_versions
 from asyncrl.system.devices import has_avx512, has_gpu
 from asyncrl.types import EngineStats, SpeculationArm
@@ -173,6 +173,36 @@ def test_an_eagle3_head_can_be_replaced_while_answers_run(tmp_path: Path) -> Non
     tiny_eagle3(tmp_path / "head")
     drafter = Eagle3Drafter(path=str(tmp_path / "head"), tokens=3, by_batch=((1, 8, 3), (9, 64, 1)))
     _speculate(tmp_path / "target", drafter, tiny_eagle3(tmp_path / "other", seed=1))
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_an_engine_that_cannot_load_a_head_serves_on_and_loads_the_next(tmp_path: Path) -> None:
+    """The head fits in part; a head that fits and weights of the policy come after it."""
+    reference = tiny_checkpoint(tmp_path / "target")
+    head = tiny_eagle3(tmp_path / "head")
+    narrow = {name: tensor[:, :-1].clone() if name == "lm_head.weight" else tensor for name, tensor in head.items()}
+    drafter = Eagle3Drafter(path=str(tmp_path / "head"), tokens=3, adaptive=Adaptive(on=False))
+
+    async def scenario() -> None:
+        async with serving(build_vllm(tmp_path / "target", TINY, drafter, name="vllm")) as engine:
+            writer = SharedMemoryWriter(narrow.items, prefix="test")
+            running = asyncio.create_task(collect(engine, ask("over", LONG[:20], temperature=0.0, max_tokens=200)))
+            await until_generated(engine, 20)
+            with pytest.raises(WeightSyncError, match=r"head 1 was not loaded.*goes on with the one that it has"):
+                await engine.load_drafter(writer.publish(1))  # type: ignore[attr-defined]
+            writer.close()
+            _check_greedy(reference, LONG[:20], await asyncio.wait_for(running, 60))
+            whole = SharedMemoryWriter(head.items, prefix="test")
+            assert (await engine.load_drafter(whole.publish(2))).version == 2  # type: ignore[attr-defined]
+            whole.close()
+            policy = SharedMemoryWriter(lambda: reference.state_dict().items(), prefix="test")
+            assert (await engine.load_weights(policy.publish(3), "keep")).version == 3
+            policy.close()
+            answer = await collect(engine, ask("after", REPEATING, temperature=0.0, max_tokens=60))
+            _check_greedy(reference, REPEATING, answer)
+
+    asyncio.run(scenario())
 
 
 @needs_vllm

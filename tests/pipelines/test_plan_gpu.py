@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from asyncrl.config import Checkpoint, Rollout, Run, Trainer
+from asyncrl.config.drafter import DrafterSettings, DrafterTraining, EagleDrafter, NgramDrafter, NoDrafter
 from asyncrl.config.engine import FakeEngine, NativeEngine, VllmEngine
 from asyncrl.config.task import JsonlTask
 from asyncrl.config.weights import Weights
+from asyncrl.drafting.memory import drafter_memory
 from asyncrl.system import devices
 from benchmarks.expand import SHAPES
 from benchmarks.rollout import QWEN3
@@ -60,6 +63,26 @@ def test_the_card_by_hand(gpu: None, model: Path) -> None:
     assert required.training == required.optimizer + required.activations
     trainer = required.training + (600 << 20) + 2 * required.published
     assert card(run, required) == Card(24 * GIB, trainer, 12 * GIB)
+
+
+def test_a_drafter_that_learns_is_counted_where_the_trainer_computes(gpu: None, model: Path) -> None:
+    head, training = EagleDrafter(path="head"), DrafterTraining(on=False)
+
+    def found(drafter: DrafterSettings, device: Literal["cpu", "cuda"] = "cuda") -> tuple[int, int]:
+        run = _run(model, drafter=drafter, trainer=Trainer(dtype="bf16", device=device, compile="off"))
+        required = needs(run, model_config(run), 100)
+        on_card = card(run, required)
+        assert on_card is not None
+        return on_card.trainer, required.host(run)
+
+    memory = drafter_memory(head, model_config(_run(model)))
+    for off in (NgramDrafter(), EagleDrafter(path="head", training=training)):
+        assert found(off) == found(NoDrafter())
+    (card_with, host_with), (card_without, host_without) = found(head), found(NoDrafter())
+    assert card_with - card_without == memory.computed + (600 << 20)
+    assert host_with - host_without == memory.hidden_states + 2 * memory.published + (300 << 20)
+    host = found(head, "cpu")[1] - found(NoDrafter(), "cpu")[1]
+    assert host == memory.computed + memory.hidden_states + 2 * memory.published + (300 << 20)
 
 
 def test_weights_that_go_over_the_card_take_no_shared_memory(gpu: None, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,14 +17,15 @@ END_S = 240.0
 
 
 def play(
-    world: int, scenes: Sequence[Scene], folder: Path, *, context: int = 1, experts: int = 1
+    world: int, scenes: Sequence[Scene], folder: Path, *, context: int = 1, experts: int = 1, device: str = "cpu"
 ) -> dict[str, list[str]]:
     """What went wrong in each scene, by rank: empty words where nothing did. The first failure ends the play.
-    `context` ranks share each batch, and `experts` ranks the experts."""
+    `context` ranks share each batch, and `experts` ranks the experts. With `device=cuda` all are on one card."""
     rendezvous = Rendezvous("127.0.0.1", world, WAIT_S)
     spawning = multiprocessing.get_context("spawn")
     processes = [
-        spawning.Process(target=_rank, args=(seat, scenes, folder, context, experts)) for seat in rendezvous.seats
+        spawning.Process(target=_rank, args=(seat, scenes, folder, context, experts, device))
+        for seat in rendezvous.seats
     ]
     for process in processes:
         process.start()
@@ -35,11 +37,13 @@ def play(
     return {scene.__name__: [found.get(scene.__name__, "not played") for found in told] for scene in scenes}
 
 
-def _rank(seat: RankSeat, scenes: Sequence[Scene], folder: Path, context: int, experts: int) -> None:
+def _rank(seat: RankSeat, scenes: Sequence[Scene], folder: Path, context: int, experts: int, device: str) -> None:
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else the scenes' learners would take a card that is here
     from asyncrl.training.distributed.fsdp import FsdpRanks
 
     torch.set_num_threads(1)
-    ranks = FsdpRanks(seat, torch.device("cpu"), context, experts)
+    ranks = FsdpRanks(seat, torch.device(device, 0) if device == "cuda" else torch.device(device), context, experts)
     found: dict[str, str] = {}
     for scene in scenes:
         try:

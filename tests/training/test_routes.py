@@ -152,6 +152,17 @@ def test_a_route_differs_by_its_experts_not_by_their_order() -> None:
     assert found.load_N_X.tolist() == [[2, 3, 1, 2], [3, 4, 1, 0]]
 
 
+def test_a_layer_that_is_computed_again_chooses_the_same_where_scores_are_equal() -> None:
+    """Rounding tells the first two experts apart, and tells them apart the other way the second time."""
+    routes = ObservedRoutes(RouteShape(layers=(1, 3), active=1, experts=3), part_of(torch.arange(1)))
+    for layer, first, chosen in ((1, 0.4 + 1e-6, 0), (3, 0.4 - 1e-6, 1)):
+        assert routes(layer, torch.tensor([[first, 0.4, 0.2]])).tolist() == [[chosen]]
+    for layer, chosen in ((3, 1), (1, 0)):
+        first = 0.4 - 1e-6 if layer == 1 else 0.4 + 1e-6
+        assert routes(layer, torch.tensor([[first, 0.4, 0.2]])).tolist() == [[chosen]]
+    assert routes.found.load_N_X.tolist() == [[1, 0, 0], [0, 1, 0]]
+
+
 def test_more_than_256_experts_take_two_bytes_each() -> None:
     shape = RouteShape(layers=(0,), active=2, experts=300)
     assert shape.token_bytes == 4

@@ -118,16 +118,18 @@ class VllmEngine(VllmRequests):
             manifest, before = self._with_settled_scales(manifest), self._kv_scales
             encoded = msgspec.json.encode(manifest).decode()
             await self._verify(manifest, encoded)
-            await self._halt()
-            await self._load(encoded, target)
             again = 0
-            if target == "policy":
-                self._switch_version(manifest.version)
-                self._kv_scales = manifest.fp8.kv_scales if manifest.fp8 else ()
-                moved = _cached(before) != _cached(self._kv_scales)
-                again = await self._forget_keys() if on == "recompute" or moved else 0
-            if not self._paused:
-                await self._serving().resume_generation()
+            try:
+                await self._halt()
+                await (self._load_head(encoded, manifest.version) if target == "drafter" else self._load(encoded))
+                if target == "policy":
+                    self._switch_version(manifest.version)
+                    self._kv_scales = manifest.fp8.kv_scales if manifest.fp8 else ()
+                    moved = _cached(before) != _cached(self._kv_scales)
+                    again = await self._forget_keys() if on == "recompute" or moved else 0
+            finally:
+                if not self._paused and not self._refusal:
+                    await self._serving().resume_generation()
         return WeightAck(self.name, manifest.version, manifest.digest, again)
 
     def _with_settled_scales(self, manifest: WeightManifest) -> WeightManifest:
@@ -167,15 +169,27 @@ class VllmEngine(VllmRequests):
             await asyncio.sleep(0)
             quiet = quiet + 1 if before == (self._generated, len(self._jobs)) else 0
 
-    async def _load(self, encoded: str, target: Literal["policy", "drafter"]) -> None:
-        llm = self._serving()
+    async def _load(self, encoded: str) -> None:
         try:
-            await (llm.start_weight_update() if target == "policy" else llm.start_draft_weight_update())
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": encoded}))
-            await llm.finish_weight_update()
+            await self._serving().start_weight_update()
+            await self._finish_loading(encoded)
         except Exception as error:  # whatever a worker raised, some layers may be new and others old
             self._fail(f"holds half-loaded weights: {error!r}", error)
             raise WeightSyncError(f"engine {self.name} {self._refusal}; start it again") from error
+
+    async def _load_head(self, encoded: str, version: int) -> None:
+        """Some layers of a head may be new and others old: whatever it drafts is verified."""
+        try:
+            await self._serving().start_draft_weight_update()
+            await self._finish_loading(encoded)
+        except Exception as error:  # whatever a worker raised
+            raise WeightSyncError(
+                f"engine {self.name}: head {version} was not loaded: {error!r}; it goes on with the one that it has"
+            ) from error
+
+    async def _finish_loading(self, encoded: str) -> None:
+        await self._serving().update_weights(WeightTransferUpdateRequest(update_info={"manifest": encoded}))
+        await self._serving().finish_weight_update()
 
     async def _forget_keys(self) -> int:
         """Preempt what runs: vLLM computes its keys and values again, under the new weights."""

@@ -85,7 +85,11 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
         manifest = _decode(update_info.manifest)
         published = self._whole(manifest)
         self._in_fp8 = None if manifest.fp8 is None else InFp8(self.model, manifest.version, manifest.fp8)
-        load_weights(published if self._in_fp8 is None else self._in_fp8.watching(published))
+        try:
+            load_weights(published if self._in_fp8 is None else self._in_fp8.watching(published))
+        except BaseException:
+            self._finish_layers()  # vLLM ends the update here, and with a head that is half new it goes on
+            raise
 
     def _whole(self, manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
         """Published weights, or what adapters make of the base."""
@@ -97,11 +101,15 @@ class ManifestTransfer(WeightTransferEngine[NoInitInfo, Publication]):
         return in_blocks(merged, self.model_config, self.device)
 
     def finish_weight_update(self) -> None:
+        self._finish_layers()
+        if self._in_fp8 is not None:
+            self._in_fp8.finish()
+
+    def _finish_layers(self) -> None:
+        """The model can compute again. Layers that got nothing new are as they were."""
         if not self._in_place:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
-        if self._in_fp8 is not None:
-            self._in_fp8.finish()
 
     def _pack_tied_head(self) -> None:
         """An output matrix that is the embedding gets no weights of its own, so the reload forgets what is made of it.
