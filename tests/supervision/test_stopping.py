@@ -319,8 +319,8 @@ def test_a_run_that_loses_ray_goes_on_with_another(victim: str, tmp_path: Path, 
 def test_ray_that_is_lost_at_the_start_ends_the_command_soon_and_with_a_sentence(
     victim: str, delay_s: float, tmp_path: Path, model: Path
 ) -> None:
-    """So long after the process has begun: while Ray starts, or while actors are placed. A driver that Ray has not let
-    in yet is ended by Ray itself, after a minute."""
+    """So long after the process has begun: while Ray starts, or actors are placed. A driver that Ray has not let in
+    yet is ended by Ray itself, after a minute."""
     process = start(tmp_path, model, ENDLESS, "cluster=local", "recovery.max_restarts=0")
     found: list[psutil.Process] = []
 
