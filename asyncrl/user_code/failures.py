@@ -5,10 +5,12 @@ without end and train on nothing.
 """
 
 from collections import Counter
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
+from asyncrl.config.judge import Judge
+from asyncrl.config.user_code import Called
 from asyncrl.user_code.protocol import RewardFailure
 
 ENOUGH = 32
@@ -20,17 +22,8 @@ MOST = 300
 """Characters of an argument that are shown."""
 
 
-class Described(Protocol):
-    """What failures tell of whoever was called: a function of the user's (`Called`), or a judge."""
-
-    RETURNS: ClassVar[str]
-
-    @property
-    def field(self) -> str: ...
-    @property
-    def value(self) -> str: ...
-    @property
-    def expected(self) -> str: ...
+Described = Called | Judge
+"""Whoever may be called and fail: a function of the user's, or a judge."""
 
 
 class FunctionFailure(msgspec.Struct, frozen=True, kw_only=True):
