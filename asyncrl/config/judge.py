@@ -6,7 +6,7 @@ A rubric item is a text, or an `Item` with points and a weight:
 """
 
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,6 +37,9 @@ class Item(Settings, frozen=True):
 
 class Judge(Settings, frozen=True):
     """A model that is asked over HTTP, in the wire format of OpenAI's chat completions (docs/judges.md)."""
+
+    RETURNS: ClassVar[str] = "a chat completion whose text answers every item of the rubric, as JSON"
+    """For whoever reads that it did not."""
 
     url: str = ""
     """Where `/chat/completions` is, such as http://localhost:8000/v1; empty: there is no judge."""
@@ -84,10 +87,6 @@ class Judge(Settings, frozen=True):
     @property
     def value(self) -> str:
         return self.url
-
-    @property
-    def returns(self) -> str:
-        return "a chat completion whose text answers every item of the rubric, as JSON"
 
     @property
     def expected(self) -> str:

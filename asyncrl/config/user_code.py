@@ -39,11 +39,6 @@ class Called(Settings, frozen=True):
         return self.function
 
     @property
-    def returns(self) -> str:
-        """What it has to return."""
-        return self.RETURNS
-
-    @property
     def expected(self) -> str:
         """How it is called."""
         return f"{self.function.rpartition(':')[2]}({self.ARGUMENTS})"

@@ -99,18 +99,18 @@ class Client:
         try:
             async with asyncio.timeout(limit_s):
                 async with self._http.stream("POST", self._settings.address, content=content) as answer:
-                    body = await _bounded(answer)
+                    received = await _bounded(answer)
         except TimeoutError:
             return CallFailed(reason=DropReason.JUDGE_TIMEOUT, message=f"no answer within {limit_s:.3g} s")
         except self._library.HTTPError as error:
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             return CallFailed(reason=DropReason.JUDGE_ERROR, message=f"no answer: {self._without_key(words)}")
-        if body is None:
+        if received is None:
             message = f"answered with more than {LARGEST >> 20} MiB"
             return CallFailed(reason=DropReason.JUDGE_INVALID, message=message)
         if answer.status_code == 200:
-            return self._read(body, len(content))
-        return self._refused(answer, body.decode(errors="replace"))
+            return self._read(received, len(content))
+        return self._refused(answer, received.decode(errors="replace"))
 
     def _read(self, content: bytes, asked: int) -> Reply | CallFailed:
         try:

@@ -106,7 +106,7 @@ class ModelJudge:
         if self._closed:
             return RewardFailure(DropReason.JUDGE_ERROR, OVER)
         body = self._form.body(given)
-        key = _key(body, self._settings)
+        key = verdict_key(body, self._settings)
         if (points := self._store.find(key)) is not None:
             self.stats.cache_hits += 1
             return points
@@ -280,7 +280,7 @@ class ModelJudge:
         self._store.close()
 
 
-def _key(body: dict[str, Any], settings: Judge) -> bytes:
+def verdict_key(body: dict[str, Any], settings: Judge) -> bytes:
     """Of all that a verdict depends on. The server's address is none of it: it may move between two attempts."""
     whole = msgspec.json.encode([body, settings.rubric], order="deterministic")
     return hashlib.sha256(whole).digest()

@@ -5,10 +5,12 @@ without end and train on nothing.
 """
 
 from collections import Counter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
+from asyncrl.config.judge import Judge
+from asyncrl.config.user_code import Called
 from asyncrl.user_code.protocol import RewardFailure
 
 ENOUGH = 32
@@ -20,17 +22,8 @@ MOST = 300
 """Characters of an argument that are shown."""
 
 
-class Described(Protocol):
-    """What failures tell of whoever was called: a function of the user's (`Called`), or a judge."""
-
-    @property
-    def returns(self) -> str: ...
-    @property
-    def field(self) -> str: ...
-    @property
-    def value(self) -> str: ...
-    @property
-    def expected(self) -> str: ...
+Described = Called | Judge
+"""Whoever may be called and fail: a function of the user's, or a judge."""
 
 
 class FunctionFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +94,7 @@ def explain(settings: Described, failure: FunctionFailure, how_often: str) -> st
     """The failure in one sentence, and below it the call and what is expected."""
     rows = [("in the line", failure.source)] if failure.source else []
     rows += [("called with", f"{name} = {value}") for name, value in failure.arguments.items()]
-    rows += [("expected", settings.expected), ("to return", settings.returns)]
+    rows += [("expected", settings.expected), ("to return", settings.RETURNS)]
     shown = [f"  {'' if i and rows[i - 1][0] == label else label:14}{text}" for i, (label, text) in enumerate(rows)]
     return "\n".join([f"{settings.field}={settings.value}: {failure.message}; {how_often}", *shown])
 

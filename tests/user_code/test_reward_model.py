@@ -22,9 +22,16 @@ LONGEST = 96
 
 def classifier(directory: Path, *, labels: int = 1, template: str | None = CHATML) -> Path:
     directory.mkdir()
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=268, max_position_embeddings=LONGEST, num_labels=labels, **shape)
+    config = LlamaConfig(
+        vocab_size=268,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=LONGEST,
+    )
+    config.num_labels = labels
     LlamaForSequenceClassification(config).save_pretrained(directory)
     save_chat_tokenizer(directory, template)
     return directory
