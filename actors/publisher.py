@@ -91,17 +91,13 @@ class DrafterLink:
         """Bring better heads to the engines, as they come, until cancelled or until the drafter dies, which `lost` is
         told. `failed` is told what else goes wrong, but not again and again."""
         while True:
-            try:
-                if (manifest := await self._drafter.offer()) is not None:
-                    self._newest, self._refused = manifest, float("-inf")
-                if self._newest is not None and time.monotonic() - self._refused > AGAIN_SECONDS:
-                    await self._bring(self._newest, published)
-                self.status = await self._drafter.status()
-            except ActorError as error:
-                lost(str(error))
+            died = await self._look()
+            if (version := self._complete()) is not None:
+                self._announced = version
+                published(version)
+            if died is not None:
+                lost(str(died))
                 return
-            except Exception as error:  # whatever it is: engines have a head, and go on with it
-                self._problems.append(_in_a_line(error))
             if self._problems:
                 if time.monotonic() - self._told > TELL_SECONDS:
                     self._told = time.monotonic()
@@ -109,10 +105,33 @@ class DrafterLink:
                 self._problems.clear()
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _bring(self, manifest: WeightManifest, published: Callable[[int], None]) -> None:
+    async def _look(self) -> ActorError | None:
+        """Returns what the drafter died of, if it did."""
+        try:
+            if (manifest := await self._drafter.offer()) is not None:
+                self._newest, self._refused = manifest, float("-inf")
+            if self._newest is not None and time.monotonic() - self._refused > AGAIN_SECONDS:
+                await self._bring(self._newest)
+            self.status = await self._drafter.status()
+        except ActorError as error:
+            return error
+        except Exception as error:  # whatever it is: engines have a head, and go on with it
+            self._problems.append(_in_a_line(error))
+        return None
+
+    @property
+    def _serving(self) -> list[tuple[str, int]]:
+        return [(name, self._fleet.restarts[name]) for name in self._fleet.serving]
+
+    def _complete(self) -> int | None:
+        """The newest head, if every engine has it now and nobody was told so."""
+        version = self._newest.version if self._newest is not None else self._announced
+        news = version != self._announced and all(self._held.get(each) == version for each in self._serving)
+        return version if news else None
+
+    async def _bring(self, manifest: WeightManifest) -> None:
         """To every engine that serves and does not have it."""
-        serving = [(name, self._fleet.restarts[name]) for name in self._fleet.serving]
-        lacking = [each for each in serving if self._held.get(each) != manifest.version]
+        lacking = [each for each in self._serving if self._held.get(each) != manifest.version]
         found = await asyncio.gather(*(self._load(manifest, name) for name, _ in lacking))
         for each, error in zip(lacking, found, strict=True):
             if error is None:
@@ -120,9 +139,6 @@ class DrafterLink:
             elif not isinstance(error, ActorError):  # an engine that died is brought back elsewhere
                 self._problems.append(f"engines did not take its head: {_in_a_line(error)}")
                 self._refused = time.monotonic()
-        if manifest.version != self._announced and all(self._held.get(each) == manifest.version for each in serving):
-            self._announced = manifest.version
-            published(manifest.version)
 
     async def _load(self, manifest: WeightManifest, name: str) -> Exception | None:
         """What went wrong: with whatever head it has, the engine still drafts."""

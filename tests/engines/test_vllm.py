@@ -187,6 +187,7 @@ def test_an_engine_that_cannot_load_a_head_serves_on_and_loads_the_next(tmp_path
     async def scenario() -> None:
         async with serving(build_vllm(tmp_path / "target", TINY, drafter, name="vllm")) as engine:
             writer = SharedMemoryWriter(narrow.items, prefix="test")
+            await collect(engine, ask("first", LONG[:20], temperature=0.0, max_tokens=10))
             running = asyncio.create_task(collect(engine, ask("over", LONG[:20], temperature=0.0, max_tokens=200)))
             await until_generated(engine, 20)
             with pytest.raises(WeightSyncError, match=r"head 1 was not loaded.*goes on with the one that it has"):

@@ -21,7 +21,8 @@ def play(
 ) -> dict[str, list[str]]:
     """What went wrong in each scene, by rank: empty words where nothing did. The first failure ends the play.
     `context` ranks share each batch, and `experts` ranks the experts. With `device=cuda` all are on one card."""
-    rendezvous = Rendezvous("127.0.0.1", world, WAIT_S)
+    wait_s = WAIT_S if device == "cpu" else END_S  # on a card one compiles while the other waits
+    rendezvous = Rendezvous("127.0.0.1", world, wait_s)
     spawning = multiprocessing.get_context("spawn")
     processes = [
         spawning.Process(target=_rank, args=(seat, scenes, folder, context, experts, device))

@@ -91,7 +91,7 @@ def log_probs(ranks: Ranks, folder: Path) -> None:
         for length in range(7):
             turns = [Segment.sampled([3, 1, 4], [-3.0] * 3, 0), Segment.given([1, 5] * length + [9, 2])]
             blocks = [block(_with_turns(group, turns), [1.0] * 4) for group in make_groups(2, length)]
-            for batch in pack(blocks, 120):
+            for batch in (each.to(one.device) for each in pack(blocks, 120)):
                 assert ranks.context is not None
                 found = several.token_logprobs(batch.shared(ranks.context))
                 assert float((found - one.token_logprobs(batch)).detach().abs().max()) < 1e-5, (model, length)
