@@ -25,6 +25,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     median_tokens: float
     p95_tokens: float
     max_tokens: int
+    by_source: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Sampled share by source, where the task mixes several."""
 
 
 async def evaluate(run: Run, rollouts: Sequence[RolloutActor], task: Task) -> Scores | None:
@@ -41,6 +43,7 @@ async def evaluate(run: Run, rollouts: Sequence[RolloutActor], task: Task) -> Sc
         sampled=_share(run, sampled),
         greedy=_share(run, greedy),
         by_size=_by_size(run, prompts, sampled),
+        by_source=_by_source(run, prompts, sampled),
         reward=sum(judged.reward for judged in sampled) / len(sampled),
         median_tokens=tokens[len(tokens) // 2],
         p95_tokens=tokens[int(len(tokens) * 0.95)],
@@ -65,6 +68,14 @@ def _by_size(run: Run, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> d
         if inside:
             shares[f"{low}-{max(size for size, _ in inside)}"] = _share(run, [each for _, each in inside])
     return shares
+
+
+def _by_source(run: Run, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> dict[str, float]:
+    found: dict[str, list[Judged]] = {}
+    for prompt, each in zip(prompts, judged, strict=True):
+        if prompt.source:
+            found.setdefault(prompt.source, []).append(each)
+    return {source: _share(run, found[source]) for source in sorted(found)}
 
 
 def _share(run: Run, judged: Sequence[Judged]) -> float:

@@ -50,6 +50,9 @@ class Rows:
         epoch, position = divmod(index, len(prompts))
         return prompts[self._order(split, epoch)[position]]
 
+    def count(self, split: Split) -> int:
+        return len(self._prompts[split])
+
     def listed(self, most: int) -> Sequence[Prompt]:
         return [prompt for split in self._prompts.values() for prompt in split][:most]
 

@@ -81,7 +81,7 @@ CREATE VIEW raw_events AS
         line::JSON AS fields
     FROM (SELECT unnest(string_split(lines, chr(10))) AS line FROM raw_lines) WHERE json_valid(line);
 CREATE VIEW groups AS
-    SELECT group_id, size, version,
+    SELECT group_id, prompt_index, size, version,
         CASE WHEN dropped >= 0 THEN 'dropped' WHEN step < 0 THEN 'buffered' WHEN step <= committed THEN 'trained'
             ELSE 'training' END AS fate,
         nullif(step, -1) AS step, nullif(take, -1) AS take, reason AS drop_reason,
@@ -144,7 +144,8 @@ CREATE VIEW evaluations AS
         (fields->>'$.scores.greedy')::DOUBLE AS greedy, (fields->>'$.scores.reward')::DOUBLE AS reward,
         (fields->>'$.scores.median_tokens')::DOUBLE AS median_tokens,
         (fields->>'$.scores.p95_tokens')::DOUBLE AS p95_tokens, (fields->>'$.scores.max_tokens')::BIGINT AS max_tokens,
-        (fields->'$.scores.by_size')::MAP(VARCHAR, DOUBLE) AS by_size
+        (fields->'$.scores.by_size')::MAP(VARCHAR, DOUBLE) AS by_size,
+        (fields->'$.scores.by_source')::MAP(VARCHAR, DOUBLE) AS by_source
     FROM events WHERE kind = 'evaluation'
     QUALIFY row_number() OVER (PARTITION BY step ORDER BY time DESC) = 1 ORDER BY step;
 """.replace("$incomplete", DropReason.GROUP_INCOMPLETE)
@@ -195,6 +196,7 @@ def _groups(outcomes: GroupOutcomes) -> Any:
     (ids,) = np.nonzero(outcomes.known)
     columns = {
         "group_id": ids,
+        "prompt_index": outcomes.prompts[ids],
         "size": np.full(len(ids), outcomes.size),
         "version": outcomes.versions[ids],
         "step": outcomes.steps[ids],
