@@ -13,12 +13,12 @@ from asyncrl.buffer.replay import Sample
 from asyncrl.buffer.retention import Pruning
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
+from asyncrl.curriculum.policy import make_curriculum
 from asyncrl.drop_reasons import describe, main_cause
 from asyncrl.errors import StallError
 from asyncrl.fleet.ready_window import ReadyWindow
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
-from asyncrl.tasks.curriculum import make_curriculum
 from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Segment, Slot, Ticket
 
 T = TypeVar("T")

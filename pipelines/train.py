@@ -31,8 +31,7 @@ from asyncrl.errors import (
 from asyncrl.fleet.placement import CPU, HERE, Offer
 from asyncrl.observe.environment import environment
 from asyncrl.system.run_directory import RunDirectory, owner_only, replace
-from asyncrl.tasks.base import Split, Task
-from asyncrl.tasks.curriculum import sizes
+from asyncrl.tasks.base import Split, Task, sizes
 from asyncrl.tasks.registry import make_task
 from asyncrl.training.checkpoint_manifest import numbered, set_damaged_aside
 from asyncrl.types import Prompt

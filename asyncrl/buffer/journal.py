@@ -27,8 +27,8 @@ from asyncrl.buffer.log import (
     read_frame,
     segment_paths,
 )
+from asyncrl.curriculum.policy import CurriculumState
 from asyncrl.errors import CorruptSegmentError
-from asyncrl.tasks.curriculum import CurriculumState
 
 STEM = "ledger"
 SCHEMA_HASH = new_digest(b"asyncrl ledger 1").digest()

@@ -54,8 +54,8 @@ from asyncrl.buffer.journal import (
     Renewed,
     Stored,
 )
+from asyncrl.curriculum.policy import Curriculum
 from asyncrl.drop_reasons import DropReason
-from asyncrl.tasks.curriculum import Curriculum
 from asyncrl.types import BufferStatus, LedgerCounts, Slot
 
 NEVER = float("inf")

@@ -25,9 +25,9 @@ from asyncrl.buffer.payloads import Payloads, open_log
 from asyncrl.buffer.replay import JournaledLedger, Sample, check, read_history
 from asyncrl.buffer.retention import Cursors, Pruning
 from asyncrl.config import Buffer
+from asyncrl.curriculum.policy import Curriculum
 from asyncrl.drop_reasons import DropReason, find
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.curriculum import Curriculum
 from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Slot, Ticket
 
 TRAINER = "trainer"

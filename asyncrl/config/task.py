@@ -237,8 +237,8 @@ class MixTask(TaskBase, frozen=True, kw_only=True, tag="mix"):
         if len(harnesses) > 1:
             other = harnesses.pop("", "")
             raise ConfigError(
-                f"task.sources.{max(harnesses.values())} is played by a harness of its own, and task.sources.{other} is "
-                "not; mix tasks with the same harness, or with none"
+                f"task.sources.{max(harnesses.values())} is played by a harness of its own, and task.sources.{other} "
+                "is not; mix tasks with the same harness, or with none"
             )
         for name, source in self.sources.items():
             try:

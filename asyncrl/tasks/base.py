@@ -51,5 +51,12 @@ class Mixed(Protocol):
     sources: Mapping[str, Task]
 
 
+def sizes(task: Task) -> list[int | None]:
+    """Training prompts of each source of a task; None where it is endless."""
+    if isinstance(task, Mixed):
+        return [size for each in task.sources.values() for size in sizes(each)]
+    return [task.count("train") if isinstance(task, Counted) else None]
+
+
 def is_held_out(text: str) -> bool:
     return crc32(text.encode()) % HELD_OUT_SHARE == 0

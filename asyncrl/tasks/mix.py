@@ -6,10 +6,10 @@ from itertools import permutations
 import msgspec
 
 from asyncrl.config.task import MixTask
+from asyncrl.curriculum.interleaving import Interleaving
 from asyncrl.errors import ConfigError
 from asyncrl.system.random_streams import random_stream
 from asyncrl.tasks.base import Counted, Split, Task
-from asyncrl.tasks.interleaving import Interleaving
 from asyncrl.tasks.registry import make_task
 from asyncrl.types import Prompt
 

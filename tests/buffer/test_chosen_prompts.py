@@ -12,10 +12,10 @@ from asyncrl.buffer.journal import STEM, Asked, Folded, Journal, Measured, first
 from asyncrl.buffer.log import segment_paths
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config.curriculum import Curriculum as Settings
+from asyncrl.curriculum.policy import Curriculum
 from asyncrl.data.arrow import encode
 from asyncrl.observe.audit.audit import audit
 from asyncrl.observe.query.tables import read_buffer
-from asyncrl.tasks.curriculum import Curriculum
 from asyncrl.types import Slot, Ticket
 from tests.support.buffer_stores import open_buffer, payload, trajectory
 

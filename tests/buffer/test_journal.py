@@ -24,8 +24,8 @@ from asyncrl.buffer.journal import (
     decode,
     encode,
 )
+from asyncrl.curriculum.policy import CurriculumState, Known, SourceState
 from asyncrl.drop_reasons import DropReason, stage_reason
-from asyncrl.tasks.curriculum import CurriculumState, Known, SourceState
 
 ONE = b"\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00"
 """1.0 in msgpack."""

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Run, load
 from asyncrl.config.task import MixTask
+from asyncrl.curriculum.interleaving import BLOCK, Interleaving, quotas
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.interleaving import BLOCK, Interleaving, quotas
+from asyncrl.tasks.base import Task
 from asyncrl.tasks.registry import make_task
+from asyncrl.types import Prompt
 from pipelines.compose import compose, from_yaml, to_yaml
 
 EASY, HARD = ({"type": "chains", "median_size": size, "max_size": size, "size_spread": 0} for size in (2, 5))
@@ -62,15 +64,18 @@ def test_both_splits_have_every_source_in_its_share_under_its_name() -> None:
     assert not texts[0] & texts[1]
 
 
+def asked(task: Task) -> list[Prompt]:
+    return [task.prompt("train", index) for index in range(30)]
+
+
 def test_the_order_of_the_config_and_other_sources_change_no_prompt() -> None:
     a, b = {"task": EASY}, {"task": HARD}
     one, other = (make_task(run.task, 1) for run in (mix(a=a, b=b), mix(b=b, a=a)))
-    assert [one.prompt("train", i) for i in range(30)] == [other.prompt("train", i) for i in range(30)]
+    assert asked(one) == asked(other)
     more = make_task(mix(a=a, b=b, c=a).task, 1)
-    first = [prompt for i in range(30) if (prompt := more.prompt("train", i)).source == "a"]
-    assert first == [prompt for i in range(30) if (prompt := one.prompt("train", i)).source == "a"][: len(first)]
-    twins = [prompt.text for i in range(30) if (prompt := more.prompt("train", i)).source == "c"]
-    assert twins != [prompt.text for prompt in first], "sources of one kind draw apart"
+    first, twins = ([prompt.text for prompt in asked(more) if prompt.source == source] for source in "ac")
+    assert first == [prompt.text for prompt in asked(one) if prompt.source == "a"][: len(first)]
+    assert twins != first, "sources of one kind draw apart"
 
 
 def table(path: Path, texts: list[str]) -> dict[str, Any]:

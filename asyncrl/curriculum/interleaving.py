@@ -23,6 +23,11 @@ class Interleaving:
             self._pattern.append((stream, len(self._places[stream])))
             self._places[stream].append(place)
 
+    @property
+    def streams(self) -> list[int]:
+        """Of the positions of a block."""
+        return [stream for stream, _ in self._pattern]
+
     def locate(self, index: int) -> tuple[int, int]:
         """The stream of a position, and the position in it."""
         block, place = divmod(index, BLOCK)

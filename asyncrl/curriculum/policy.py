@@ -21,8 +21,7 @@ import msgspec
 
 from asyncrl.config import Run
 from asyncrl.config.curriculum import Curriculum as Settings
-from asyncrl.tasks.base import Counted, Mixed, Task
-from asyncrl.tasks.interleaving import Interleaving
+from asyncrl.curriculum.interleaving import Interleaving
 
 REPLAYED = -1
 """In place of the number of draws: the prompt was asked before, and none was drawn."""
@@ -81,7 +80,7 @@ class Curriculum:
         self._low, self._high = settings.band
         self._weights = weights
         self._sizes = sizes or [None] * len(weights)
-        self._interleaving = Interleaving(weights)
+        self.interleaving = Interleaving(weights)
         self._order = lru_cache(maxsize=2 * len(weights))(self._shuffle)
         self.state = CurriculumState([SourceState() for _ in weights], {})
 
@@ -115,7 +114,7 @@ class Curriculum:
         once."""
         drawn, size = self.state.sources[source].drawn, self._sizes[source]
         if size is None:
-            return Choice(self._interleaving.index(source, drawn), drawn + 1)
+            return Choice(self.interleaving.index(source, drawn), drawn + 1)
         for number in range(drawn, drawn + size):
             if not self._left_out(source, number, size):
                 drawn = number
@@ -129,7 +128,7 @@ class Curriculum:
 
     def _prompt(self, source: int, number: int, size: int) -> int:
         passes, place = divmod(number, size)
-        return self._interleaving.index(source, self._order(source, passes, size)[place])
+        return self.interleaving.index(source, self._order(source, passes, size)[place])
 
     def _shuffle(self, source: int, passes: int, size: int) -> Sequence[int]:
         """Each pass in another order; the first in that of the source, which has shuffled it."""
@@ -186,11 +185,11 @@ class Curriculum:
 
     def _forget(self, prompt: int) -> None:
         """An endless source never comes to it again."""
-        if self._sizes[self._interleaving.locate(prompt)[0]] is None:
+        if self._sizes[self.interleaving.locate(prompt)[0]] is None:
             del self.state.known[prompt]
 
     def _source(self, prompt: int) -> SourceState:
-        return self.state.sources[self._interleaving.locate(prompt)[0]]
+        return self.state.sources[self.interleaving.locate(prompt)[0]]
 
 
 def _capped(turn: float) -> float:
@@ -198,15 +197,8 @@ def _capped(turn: float) -> float:
     return min(max(turn, -1.0), 1.0)
 
 
-def sizes(task: Task) -> list[int | None]:
-    """Training prompts of each source of a task; None where it is endless."""
-    if isinstance(task, Mixed):
-        return [size for each in task.sources.values() for size in sizes(each)]
-    return [task.count("train") if isinstance(task, Counted) else None]
-
-
-def make_curriculum(run: Run, counted: Sequence[int | None]) -> Curriculum | None:
-    """None where prompts are asked in the order of their source. `counted`: see `sizes`."""
+def make_curriculum(run: Run, sizes: Sequence[int | None]) -> Curriculum | None:
+    """None where prompts are asked in the order of their source."""
     if not run.curriculum.on:
         return None
-    return Curriculum(run.curriculum, list(run.task.weights.values()), counted, run.seed)
+    return Curriculum(run.curriculum, list(run.task.weights.values()), sizes, run.seed)

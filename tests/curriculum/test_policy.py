@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from asyncrl.config import Run, load
 from asyncrl.config.curriculum import Curriculum as Settings
 from asyncrl.config.task import ChainsTask, MixTask, Source
+from asyncrl.curriculum.policy import REPLAYED, Curriculum, CurriculumState, make_curriculum
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import keep_here
-from asyncrl.tasks.curriculum import REPLAYED, Curriculum, CurriculumState, make_curriculum, sizes
+from asyncrl.tasks.base import sizes
 from asyncrl.tasks.registry import make_task
 
 BAND = (0.2, 0.8)
@@ -97,7 +98,7 @@ def test_shares_of_sources_are_kept_at_any_time(weights: list[float], replay: fl
     asked: Counter[int] = Counter()
     for total in range(1, 200):
         for prompt in step(curriculum, lambda _: random.choice([0.0, 0.5, 1.0]), groups=1):
-            asked[curriculum._interleaving.locate(prompt)[0]] += 1
+            asked[curriculum.interleaving.locate(prompt)[0]] += 1
         for source, weight in enumerate(weights):
             assert abs(asked[source] - total * weight / sum(weights)) < len(weights)
 
@@ -200,8 +201,8 @@ def test_weights_that_follow_leave_a_source_that_teaches_nothing() -> None:
     asked: Counter[int] = Counter()
     curriculum = make([1, 1, 1], weights="follow", replay=0)
     for _ in range(60):
-        prompts = step(curriculum, lambda prompt: rates[curriculum._interleaving.locate(prompt)[0]])
-        asked.update(curriculum._interleaving.locate(prompt)[0] for prompt in prompts)
+        prompts = step(curriculum, lambda prompt: rates[curriculum.interleaving.locate(prompt)[0]])
+        asked.update(curriculum.interleaving.locate(prompt)[0] for prompt in prompts)
     assert curriculum.shares() == pytest.approx([10 / 12, 1 / 12, 1 / 12], abs=0.02)
     assert asked[0] > 2 * (asked[1] + asked[2]) > 0
 
