@@ -39,11 +39,27 @@ def learning(run: Recorded) -> list[Chart]:
                 "Held-out", "share of right completions", series, note="prompts that are not trained on", percent=True
             )
         )
+    charts += _held_out_by_source(run)
     charts.append(_lines(run, "Gradient norm", {"grad_norm": "gradient norm"}, "norm before clipping", from_zero=True))
     charts.append(
         _lines(run, "Completion length", {"length_mean": "mean", "length_max": "longest"}, "tokens", from_zero=True)
     )
     return charts + _load(run)
+
+
+def _held_out_by_source(run: Recorded) -> list[Chart]:
+    """Nothing where one source is all."""
+    found = run.connection.execute("SELECT step, by_source FROM evaluations ORDER BY step").fetchall()
+    told: list[tuple[int, dict[str, float]]] = [(step, scores) for step, scores in found if scores]
+    sources = sorted({source for _, scores in told for source in scores})[:COLOURS]
+    if not sources:
+        return []
+    x = [step for step, _ in told]
+    series = [
+        {"name": source, "x": x, "y": [scores.get(source) for _, scores in told], "dots": True} for source in sources
+    ]
+    note = "sampled completions to prompts that are not trained on"
+    return [_chart("Held-out by source", "share of right completions", series, note=note, percent=True)]
 
 
 def _load(run: Recorded) -> list[Chart]:
