@@ -17,6 +17,7 @@ from asyncrl.tasks.base import Task
 from asyncrl.tasks.registry import make_task
 from asyncrl.types import Prompt
 from pipelines.compose import compose, from_yaml, to_yaml
+from pipelines.plan.estimate import longest
 
 EASY, HARD = ({"type": "chains", "median_size": size, "max_size": size, "size_spread": 0} for size in (2, 5))
 
@@ -126,6 +127,12 @@ def test_what_cannot_be_mixed_is_refused(sources: dict[str, Any], said: str) -> 
     with pytest.raises(ConfigError) as caught:
         mix(**sources)
     assert said in str(caught.value)
+
+
+def test_a_plan_looks_at_the_longest_prompt_of_all_sources(tmp_path: Path) -> None:
+    few = table(tmp_path / "few.jsonl", ["1+1=", "2+2="])
+    tokens, prompt = longest(mix(few=few, hard={"weight": 0.001, "task": HARD}))
+    assert (tokens, prompt.uid) == (18, "longest"), "the start, three characters for each operation, the end"
 
 
 def test_a_mix_of_other_things_than_chains_has_no_worked_examples() -> None:
