@@ -47,7 +47,7 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
     for key in where.split(".") if where else ():
         name, *indices = key.replace("]", "").split("[")  # `reject[0]` is an item of a list
         info, value = info[name], value[name]
-        if isinstance(info, inspect.DictType) and indices:  # `sources[*]` is an item whose name msgspec does not tell
+        if "*" in indices:  # `sources[*]` is an item whose name msgspec does not tell
             below = _structs(info.value_type)
             name, value = _refused_item(value, below[0])
             info, where = _tree(below, value), where.replace("[*]", f".{name}", 1)
