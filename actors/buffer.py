@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,7 @@ from asyncrl.buffer.replay import Sample
 from asyncrl.buffer.retention import Pruning
 from asyncrl.buffer.store import TrajectoryBuffer
 from asyncrl.config import Run
+from asyncrl.curriculum.policy import make_curriculum
 from asyncrl.drop_reasons import describe, main_cause
 from asyncrl.errors import StallError
 from asyncrl.fleet.ready_window import ReadyWindow
@@ -47,9 +48,15 @@ class BufferActor:
     """Not `admit` and `take`: after a lost reply, a repeated call would issue or deliver further groups."""
 
     def __init__(
-        self, run: Run, directory: Path, restore_step: int | None = None, clock: Callable[[], float] = time.time
+        self,
+        run: Run,
+        directory: Path,
+        restore_step: int | None = None,
+        sizes: Sequence[int | None] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`restore_step`: optimizer steps in the checkpoint that is resumed from; None begins in an empty directory."""
+        """`restore_step`: optimizer steps in the checkpoint that is resumed from; None begins in an empty directory.
+        `sizes`: of the sources of prompts, for a curriculum."""
         token = BYTES_PER_TOKEN + BYTES_OF_TEACHERS * bool(run.teachers)
         self._store = TrajectoryBuffer(
             directory,
@@ -65,6 +72,7 @@ class BufferActor:
             max_ready=ReadyWindow(run).groups,
             drop_uninformative=run.algorithm.dynamic_sampling,
             incomplete_min=run.flow.incomplete_min if run.flow.incomplete == "train_rest" else 0,
+            curriculum=make_curriculum(run, sizes),
         )
         self._groups_per_step = run.flow.groups_per_step
         self._clock = clock

@@ -272,6 +272,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Problem size, for evaluation by difficulty; 0 where the source has none."""
     earlier: tuple[str, ...] = ()
     """Turns of the chat before this one, the user's and the model's in alternation: solved examples."""
+    source: str = ""
+    """Name of its source, where the task mixes several."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -283,6 +285,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Published policy version at admission; no token of the group can be older."""
     deadline: float
     """Wall-clock second after which the group is dropped as `DropReason.TIMEOUT`."""
+    prompt: int = -1
+    """Index of the prompt that a curriculum chose."""
+
+    @property
+    def prompt_index(self) -> int:
+        """Of the group's prompt in the training stream of the task; without a curriculum the group's own number."""
+        return self.group if self.prompt < 0 else self.prompt
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):

@@ -42,6 +42,8 @@ class Scores(SuiteScores, frozen=True, kw_only=True):
     p95_tokens: float
     max_tokens: int
     suites: dict[str, SuiteScores] = {}
+    by_source: dict[str, float] = {}
+    """Sampled share by source, where the task mixes several."""
 
     def value(self, name: str) -> float:
         """Of a score, such as `sampled` or `SUITE.sampled`."""
@@ -75,6 +77,7 @@ async def evaluate(run: Run, rollouts: Sequence[RolloutActor], task: Task) -> Sc
     return Scores(
         **msgspec.structs.asdict(_scores(run, sampled, greedy)),
         by_size=_by_size(run, prompts, sampled),
+        by_source=_by_source(run, prompts, sampled),
         median_tokens=tokens[len(tokens) // 2],
         p95_tokens=tokens[int(len(tokens) * 0.95)],
         max_tokens=tokens[-1],
@@ -127,6 +130,14 @@ def _by_size(run: Run, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Jud
             right = [_is_right(run, judged) for _, each in inside for judged in each]
             shares[f"{low}-{max(size for size, _ in inside)}"] = sum(right) / len(right)
     return shares
+
+
+def _by_source(run: Run, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Judged]]) -> dict[str, float]:
+    found: dict[str, list[bool]] = {}
+    for prompt, each in zip(prompts, sampled, strict=True):
+        if prompt.source:
+            found.setdefault(prompt.source, []).extend(_is_right(run, judged) for judged in each)
+    return {source: sum(found[source]) / len(found[source]) for source in sorted(found)}
 
 
 def _is_right(run: Run, judged: Judged) -> bool:

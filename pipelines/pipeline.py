@@ -49,6 +49,7 @@ class RunSettings(TypedDict, total=False):
     cluster: str
     engine: Part
     staleness: Part
+    curriculum: Part
     correction: Part
     drafter: Part
     rollout: Part

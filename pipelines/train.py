@@ -31,7 +31,7 @@ from asyncrl.errors import (
 from asyncrl.fleet.placement import CPU, HERE, Offer
 from asyncrl.observe.environment import environment
 from asyncrl.system.run_directory import RunDirectory, owner_only, replace
-from asyncrl.tasks.base import Split, Task
+from asyncrl.tasks.base import Split, Task, sizes
 from asyncrl.tasks.registry import make_task
 from asyncrl.training.checkpoint_manifest import numbered, set_damaged_aside
 from asyncrl.types import Prompt
@@ -313,17 +313,19 @@ async def _train(
 ) -> dict[str, Any]:
     first_step = restore_from[0] if restore_from else 0
     restore_step = first_step if resumed else None
+    task = make_task(run.task, run.seed)
     async with cluster_offer.in_time(run, offer):
-        fleet = await stopping.unless(place(run, offer, directory, spawner, model_path, restore_step=restore_step))
+        placing = place(run, offer, directory, spawner, model_path, restore_step=restore_step, sizes=sizes(task))
+        fleet = await stopping.unless(placing)
     await write_pid_file(fleet, directory.actors)
     recorder.event("fleet_started", first_step=first_step)
     try:
         if restore_from:
             await stopping.unless(fleet.trainer.restore(restore_from[1]))
-        task = EndlessTask(make_task(run.task, run.seed), run)
         watching = watching_functions(fleet.callers, recorder, directory.path)
         async with heeding_drains(run.cluster, fleet, stopping), watching:
-            await run_pipeline(Blocks(run, directory, fleet, task, recorder, stopping, first_step=first_step))
+            blocks = Blocks(run, directory, fleet, EndlessTask(task, run), recorder, stopping, first_step=first_step)
+            await run_pipeline(blocks)
     finally:
         ledger, waste = await fleet.close()  # before it, engines may still store what they are about to finish
     return summary.write(directory, recorder, status="ok", ledger=ledger, waste=waste)

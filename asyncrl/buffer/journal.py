@@ -27,6 +27,7 @@ from asyncrl.buffer.log import (
     read_frame,
     segment_paths,
 )
+from asyncrl.curriculum.policy import CurriculumState
 from asyncrl.errors import CorruptSegmentError
 
 STEM = "ledger"
@@ -61,6 +62,25 @@ class Admitted(_Event, frozen=True, tag="Admitted"):
     deadline: float
     sample_bytes: int
     """Memory reserved for each sample until its real size is known."""
+
+
+class Asked(_Event, frozen=True, tag="Asked"):
+    """A curriculum chose the prompt of the group that is admitted next. It counts with the admission."""
+
+    group: int
+    prompt: int
+    """Its index in the training stream of the task."""
+    drawn: int
+    """What its source has given then; -1 for a prompt that was asked before."""
+
+
+class Measured(_Event, frozen=True, tag="Measured"):
+    """What a curriculum learned from groups that have ended. Their samples may be pruned before the journal is."""
+
+    step: int
+    prompts: tuple[int, ...]
+    rates: tuple[float, ...]
+    """Mean rewards."""
 
 
 class Renewed(_Event, frozen=True, tag="Renewed"):
@@ -150,6 +170,8 @@ class FoldedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sample_bytes: int
     failed: tuple[tuple[int, str], ...] = ()
     """Samples and reasons."""
+    prompt: int = -1
+    """That a curriculum chose."""
 
 
 class Folded(_Event, frozen=True, tag="Folded"):
@@ -177,9 +199,24 @@ class Folded(_Event, frozen=True, tag="Folded"):
     """Of the log of trajectories: the first that waiting groups need."""
     failed: tuple[Failed, ...] = ()
     """Recently: they may still arrive."""
+    curriculum: CurriculumState | None = None
 
 
-Record = Begun | Admitted | Renewed | Dropped | Failed | Late | Delivered | Committed | Advanced | Limited | Folded
+Record = (
+    Begun
+    | Admitted
+    | Asked
+    | Measured
+    | Renewed
+    | Dropped
+    | Failed
+    | Late
+    | Delivered
+    | Committed
+    | Advanced
+    | Limited
+    | Folded
+)
 Event = Record | Stored
 
 encode = msgspec.msgpack.Encoder().encode

@@ -29,6 +29,7 @@ the trainer takes at a time are complete or being generated.
 """
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
@@ -37,6 +38,7 @@ import msgspec
 from asyncrl.buffer.journal import (
     Admitted,
     Advanced,
+    Asked,
     Begun,
     Committed,
     Delivered,
@@ -47,9 +49,12 @@ from asyncrl.buffer.journal import (
     FoldedGroup,
     Late,
     Limited,
+    Measured,
+    Record,
     Renewed,
     Stored,
 )
+from asyncrl.curriculum.policy import Curriculum
 from asyncrl.drop_reasons import DropReason
 from asyncrl.types import BufferStatus, LedgerCounts, Slot
 
@@ -97,6 +102,13 @@ class AdmittedGroup(msgspec.Struct):
     samples: dict[int, Stored] = msgspec.field(default_factory=dict[int, Stored])
     failed: dict[int, str] = msgspec.field(default_factory=dict[int, str])
     """Samples that it is trained on without, with the reason."""
+    prompt: int = -1
+    """That a curriculum chose; -1: the one of the group's own number."""
+
+    @property
+    def reward(self) -> float:
+        """Mean of those that are stored."""
+        return sum(stored.reward for stored in self.samples.values()) / len(self.samples)
 
     @property
     def uninformative(self) -> bool:
@@ -125,8 +137,11 @@ class Choice(NamedTuple):
 class Ledger:
     """State and decisions. Only `apply` changes the state; a decision never does."""
 
-    def __init__(self, rules: LedgerRules) -> None:
+    def __init__(self, rules: LedgerRules, curriculum: Curriculum | None = None) -> None:
         self.rules = rules
+        self._curriculum = curriculum
+        self._asked: Asked | None = None
+        """For the group that is admitted next."""
         self.step = 0
         self.version = 0
         self.next_group = 0
@@ -224,6 +239,24 @@ class Ledger:
             return Refusal(f"memory: {self.bytes} of {limit} bytes are held or reserved, a group needs {need}", need)
         return Admitted(self.next_group, self.version, now + self.rules.group_timeout_s, self._sample_bytes)
 
+    def ask(self) -> tuple[Asked, ...]:
+        """The prompt of the group that is admitted next; nothing without a curriculum."""
+        return () if self._curriculum is None else (Asked(self.next_group, *self._curriculum.choose()),)
+
+    def measured(self, records: Sequence[Record]) -> Iterator[Measured]:
+        """What these records, which end groups, are to teach the curriculum."""
+        for record in records if self._curriculum is not None else ():
+            if isinstance(record, Committed):
+                # By number: in which order a step's groups were delivered is a matter of time.
+                yield self._outcome(sorted(self.delivered.items()))
+            elif isinstance(record, Dropped) and self.complete(record.group):
+                yield self._outcome([(record.group, self.waiting[record.group])])
+
+    def _outcome(self, ended: Sequence[tuple[int, AdmittedGroup]]) -> Measured:
+        known = [each for each in ended if each[1].samples]
+        prompts = tuple(group if each.prompt < 0 else each.prompt for group, each in known)
+        return Measured(self.step, prompts, tuple(each.reward for _, each in known))
+
     def status(self, slot: Slot) -> Literal["stored", "duplicate", "dropped"]:
         """What an append to `slot` would lead to."""
         if not (0 <= slot.group < self.next_group and 0 <= slot.sample < self.rules.group_size):
@@ -308,7 +341,13 @@ class Ledger:
             waste=dict(self.waste),
             waiting=tuple(
                 FoldedGroup(
-                    group, each.version, each.expiry, each.deadline, each.sample_bytes, tuple(each.failed.items())
+                    group,
+                    each.version,
+                    each.expiry,
+                    each.deadline,
+                    each.sample_bytes,
+                    tuple(each.failed.items()),
+                    each.prompt,
                 )
                 for group, each in self.waiting.items()
             ),
@@ -316,6 +355,7 @@ class Ledger:
             late=tuple(sorted((slot.group, slot.sample) for slot in self._late if slot.group >= recent)),
             first_sequence=first_sequence,
             failed=tuple(end for slot, end in self._failed.items() if slot.group >= recent),
+            curriculum=None if self._curriculum is None else self._curriculum.state,
         )
 
     def apply(self, event: Event) -> None:
@@ -326,6 +366,11 @@ class Ledger:
                 self.bound = bound
             case Admitted():
                 self._admit(event)
+            case Asked():
+                self._asked = event
+            case Measured(prompts=prompts, rates=rates):
+                if self._curriculum is not None:
+                    self._curriculum.measure(prompts, rates)
             case Renewed(group, deadline):
                 self.waiting[group].deadline = deadline
                 self._first_due = None
@@ -354,7 +399,12 @@ class Ledger:
         self._consumed, self._drops, self.waste = event.consumed, Counter(event.drops), Counter(event.waste)
         for each in event.waiting:
             self.waiting[each.group] = admitted = AdmittedGroup(
-                each.version, each.expiry, each.deadline, each.sample_bytes, failed=dict(each.failed)
+                each.version,
+                each.expiry,
+                each.deadline,
+                each.sample_bytes,
+                failed=dict(each.failed),
+                prompt=each.prompt,
             )
             self._due[each.expiry] += 1
             self._in_flight += self._expected(admitted)
@@ -362,6 +412,8 @@ class Ledger:
         self._dropped = {end.group: end for end in event.ended}
         self._failed = {Slot(end.group, end.sample): end for end in event.failed}
         self._late = {Slot(*slot) for slot in event.late}
+        if self._curriculum is not None and event.curriculum is not None:
+            self._curriculum.state = event.curriculum
 
     def _forget(self) -> None:
         """How groups ended of which nothing arrives any more."""
@@ -378,9 +430,13 @@ class Ledger:
         self._latest_expiry = max(self._latest_expiry, event.version + self.bound)
         if event.deadline < self.next_deadline:
             self._first_due = event.group
-        self.waiting[event.group] = AdmittedGroup(
+        self.waiting[event.group] = admitted = AdmittedGroup(
             event.version, self._latest_expiry, event.deadline, event.sample_bytes
         )
+        if (asked := self._asked) is not None and asked.group == event.group:  # a kill may have left one without
+            admitted.prompt = asked.prompt
+            if self._curriculum is not None:
+                self._curriculum.ask(asked.prompt, asked.drawn)
         self._due[self._latest_expiry] += 1
         self.next_group = event.group + 1
         self._in_flight += self.rules.group_size
@@ -415,6 +471,8 @@ class Ledger:
 
     def _drop(self, event: Dropped) -> None:
         admitted = self._end_wait(event.group)
+        if self._curriculum is not None and admitted.prompt >= 0:
+            self._curriculum.release(admitted.prompt)
         self.bytes -= self._held(admitted)
         self._in_flight -= self._expected(admitted) - len(admitted.samples)
         self._buffered -= len(admitted.samples)

@@ -148,9 +148,10 @@ class JournaledLedger:
         return bool(self._script) or self._published < self._ledger.version
 
     def record(self, *records: Record) -> None:
-        """Write decisions, then apply them."""
-        self._journal.write(*records)
-        for record in records:
+        """Write decisions and what a curriculum learns from them, then apply both."""
+        decided = (*records, *self._ledger.measured(records))
+        self._journal.write(*decided)
+        for record in decided:
             self._apply(record)
         if records and isinstance(records[-1], Committed) and self._journal.is_long:
             folded = self._ledger.folded(self._payloads.first_sequence(self._payloads.groups()))

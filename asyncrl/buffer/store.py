@@ -25,6 +25,7 @@ from asyncrl.buffer.payloads import Payloads, open_log
 from asyncrl.buffer.replay import JournaledLedger, Sample, check, read_history
 from asyncrl.buffer.retention import Cursors, Pruning
 from asyncrl.config import Buffer
+from asyncrl.curriculum.policy import Curriculum
 from asyncrl.drop_reasons import DropReason, find
 from asyncrl.errors import ConfigError
 from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Slot, Ticket
@@ -54,9 +55,11 @@ class TrajectoryBuffer:
         drop_uninformative: bool = False,
         incomplete_min: int = 0,
         journal_bytes: int = FILE_BYTES,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """`restore_step`: optimizer steps in the checkpoint that is resumed from; engines are expected to start with
-        that version. `max_ready`: see `limit`. `journal_bytes`: see `journal`. For the others see `LedgerRules`."""
+        that version. `max_ready`: see `limit`. `journal_bytes`: see `journal`. `curriculum`: chooses
+        the prompts. For the others see `LedgerRules`."""
         self._rules = LedgerRules(
             group_size=group_size,
             groups_per_step=groups_per_step,
@@ -77,7 +80,7 @@ class TrajectoryBuffer:
         self._journal = Journal(home, run_id=run_id, sync=settings.durability == "disk", file_bytes=journal_bytes)
         self._settings = settings
         self._payloads = Payloads(self._log)
-        self._ledger = Ledger(self._rules)
+        self._ledger = Ledger(self._rules, curriculum)
         self._journaled = JournaledLedger(self._ledger, self._journal, self._payloads)
         with ExitStack() as undo:
             undo.callback(self._unlock)
@@ -96,7 +99,7 @@ class TrajectoryBuffer:
                     f"groups of {decision.lacking} bytes: set it to {self._rules.groups_per_step * decision.lacking}"
                 )
             return decision
-        self._journaled.record(decision)
+        self._journaled.record(*self._ledger.ask(), decision)
         return self._ticket(decision.group)
 
     def append(self, payload: bytes) -> Receipt:
@@ -328,7 +331,13 @@ class TrajectoryBuffer:
 
     def _ticket(self, group: int) -> Ticket:
         admitted, missing = self._ledger.waiting[group], self._ledger.missing(group)
-        return Ticket(group=group, samples=missing, version=admitted.version, deadline=admitted.deadline)
+        return Ticket(
+            group=group,
+            samples=missing,
+            version=admitted.version,
+            deadline=admitted.deadline,
+            prompt=admitted.prompt,
+        )
 
     def _require_live(self, call: str) -> None:
         if self.replaying:

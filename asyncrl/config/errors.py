@@ -41,13 +41,18 @@ def unknown_keys(raw: Mapping[str, Any], struct: type[msgspec.Struct]) -> list[s
 
 def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type[msgspec.Struct]) -> str:
     """msgspec's refusal of `raw`, with the value that was given and what is allowed instead."""
-    what, _, where = str(error).removesuffix("`").partition(" - at `$.")
+    what, _, where = str(error).removesuffix("`").replace("[...]", "[*]").partition(" - at `$.")
     info: Any = _tree(_structs(inspect.type_info(struct)), raw)
     value: Any = raw
     whole, _, inside = where.partition("[...]")  # a value of a mapping, whose key msgspec does not say
     for key in whole.split(".") if whole else ():
         name, *indices = key.replace("]", "").split("[")  # `reject[0]` is an item of a list
         info, value = info[name], value[name]
+        if "*" in indices:  # `sources[*]` is an item whose name msgspec does not tell
+            below = _structs(info.value_type)
+            name, value = _refused_item(value, below[0])
+            info, where = _tree(below, value), where.replace("[*]", f".{name}", 1)
+            continue
         for index in filter(str.isdecimal, indices):
             value = value[int(index)]
             below = _structs(info.item_type)
@@ -63,6 +68,16 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
     elif isinstance(info, inspect.StrType) and isinstance(value, int | float):
         hint = f"; quote text that looks like a number: {where}='\"{value}\"'"
     return f"{where}={value}: {what[0].lower()}{what[1:]}{hint}"
+
+
+def _refused_item(items: Mapping[str, Any], struct: inspect.StructType) -> tuple[str, Any]:
+    """The first one that is no `struct`."""
+    for name, item in items.items():
+        try:
+            msgspec.convert(item, struct.cls)
+        except msgspec.ValidationError:
+            return name, item
+    raise ValueError(f"nothing is wrong with {sorted(items)}")
 
 
 def _tree(structs: list[inspect.StructType], raw: Any) -> Tree:

@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo, Importance
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
+from asyncrl.config.curriculum import Curriculum, check_curriculum
 from asyncrl.config.distillation import Distillation, Teacher, check_distillation
 from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import EngineSettings, NativeEngine
@@ -273,6 +274,7 @@ class Run(Settings, frozen=True):
     drafter: DrafterSettings = NoDrafter()
     model: ModelSource = WarmStart()
     task: TaskSettings = ChainsTask()
+    curriculum: Curriculum = Curriculum()
     sft: Sft = Sft()
     """Examples for `pipeline=sft`."""
     reward: Reward = Reward()
@@ -410,6 +412,7 @@ def check(run: Run, *, recorded: bool = False) -> None:
     if run.rollout.system and not run.rollout.chat:
         raise ConfigError("rollout.system is the system message of a chat: set rollout.chat=true, or leave it out")
     run.task.check(run)
+    check_curriculum(run)
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"name={run.name!r} must be a plain directory name, such as name=my-run")
     if len(run.name.encode()) > NAME_BYTES:

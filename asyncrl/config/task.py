@@ -3,6 +3,7 @@
 A new one is a struct here, its name in `TaskSettings`, and a line in `asyncrl.tasks.registry`.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
@@ -31,6 +32,11 @@ class TaskBase(Chosen, frozen=True):
     def worked_examples(self) -> "ChainsTask | None":
         """Settings that a warm start can write worked examples from; None: it cannot."""
         return None
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of the sources that it mixes, in their order; one that mixes none is its only source."""
+        return {self.kind: 1.0}
 
     def check(self, run: "Run") -> None:
         """Refuse a reward that would call right completions wrong, and other settings that do not go with the task."""
@@ -186,6 +192,69 @@ class VerifiersTask(TaskBase, frozen=True, tag="verifiers"):
     """Let programs of agents run the model's commands outside of a container, as you and with all that you can do."""
 
 
-TaskSettings = (
+SingleTask = (
     ChainsTask | JsonlTask | ParquetTask | DatasetTask | PythonTask | CodeTask | ReasoningGymTask | VerifiersTask
+)
+MAX_SOURCES = 100
+"""A hundredth of the prompts is the least that a source can have."""
+
+
+class Source(Settings, frozen=True):
+    """One of several sources of prompts."""
+
+    task: SingleTask
+    """Any settings of a task, with its `type`."""
+    weight: AboveZero = 1.0
+    """Its share of the prompts is this over the sum of all weights."""
+
+
+class MixTask(TaskBase, frozen=True, kw_only=True, tag="mix"):
+    """Prompts of several sources, in fixed shares. One reward judges them all."""
+
+    sources: dict[str, Source]
+    """By a name of your own, which prompts, evaluation and report tell them apart by."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.sources) <= MAX_SOURCES:
+            raise ValueError(f"sources={sorted(self.sources)} must be 1 to {MAX_SOURCES} sources")
+        if bad := [name for name in self.sources if not name or "/" in name]:
+            raise ValueError(f"sources: {bad[0]!r} must be a name without a slash, such as easy")
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Sorted by name: the order of a config's lines changes nothing."""
+        return {name: self.sources[name].weight for name in sorted(self.sources)}
+
+    @property
+    def worked_examples(self) -> ChainsTask | None:
+        """Of the longest problems, if all sources are chains."""
+        found = [source.task.worked_examples for source in self.sources.values()]
+        chains = [each for each in found if each is not None]
+        return max(chains, key=lambda each: each.max_size) if len(chains) == len(found) else None
+
+    def check(self, run: "Run") -> None:
+        harnesses = {source.task.harness: name for name, source in self.sources.items()}
+        if len(harnesses) > 1:
+            other = harnesses.pop("", "")
+            raise ConfigError(
+                f"task.sources.{max(harnesses.values())} is played by a harness of its own, and task.sources.{other} "
+                "is not; mix tasks with the same harness, or with none"
+            )
+        for name, source in self.sources.items():
+            try:
+                source.task.check(run)
+            except ConfigError as error:
+                raise ConfigError(f"task.sources.{name}: {error}") from None
+
+
+TaskSettings = (
+    ChainsTask
+    | JsonlTask
+    | ParquetTask
+    | DatasetTask
+    | PythonTask
+    | CodeTask
+    | ReasoningGymTask
+    | VerifiersTask
+    | MixTask
 )

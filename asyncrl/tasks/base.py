@@ -1,6 +1,6 @@
 """Where prompts come from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 from zlib import crc32
 
@@ -35,6 +35,27 @@ class Listed(Protocol):
     def listed(self, most: int) -> Sequence[Prompt]:
         """The first of them, in the order of the source."""
         ...
+
+
+@runtime_checkable
+class Counted(Task, Protocol):
+    """A task of so many prompts: the first `count` indices of a split are all different ones."""
+
+    def count(self, split: Split) -> int: ...
+
+
+@runtime_checkable
+class Mixed(Protocol):
+    """A task of several sources, in their order."""
+
+    sources: Mapping[str, Task]
+
+
+def sizes(task: Task) -> list[int | None]:
+    """Training prompts of each source of a task; None where it is endless."""
+    if isinstance(task, Mixed):
+        return [size for each in task.sources.values() for size in sizes(each)]
+    return [task.count("train") if isinstance(task, Counted) else None]
 
 
 def is_held_out(text: str) -> bool:

@@ -12,6 +12,7 @@ from asyncrl.config.task import (
     CodeTask,
     DatasetTask,
     JsonlTask,
+    MixTask,
     ParquetTask,
     PythonTask,
     ReasoningGymTask,
@@ -29,6 +30,7 @@ TASKS: dict[type[TaskBase], str] = {
     CodeTask: "asyncrl.tasks.code:Code",
     ReasoningGymTask: "asyncrl.tasks.reasoning_gym:ReasoningGym",
     VerifiersTask: "asyncrl.tasks.verifiers:verifiers_task",
+    MixTask: "asyncrl.tasks.mix:Mix",
 }
 """As `module:name`. Some need optional packages."""
 

@@ -42,6 +42,9 @@ class Rows:
             )
         return prompts[self._orders[split][index]]
 
+    def count(self, split: Split) -> int:
+        return len(self._prompts[split])
+
     def listed(self, most: int) -> Sequence[Prompt]:
         return [prompt for split in self._prompts.values() for prompt in split][:most]
 

@@ -127,7 +127,7 @@ class EnginePool:
         return self.load.with_room(self._state.serving)
 
     async def _generate(self, name: str, tickets: list[Ticket], begun: Begun, work: asyncio.TaskGroup) -> None:
-        prompts = [(ticket, self._task.prompt("train", ticket.group)) for ticket in tickets]
+        prompts = [(ticket, self._task.prompt("train", ticket.prompt_index)) for ticket in tickets]
         groups = {ticket.group for ticket in tickets}
         try:
             known = {slot: parts for slot, parts in begun.items() if slot.group in groups}

@@ -1,6 +1,7 @@
 """Places every actor of a run on its cluster."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,12 +34,21 @@ TRAINER = Resources(near="driver_if_possible")
 
 
 async def place(
-    run: Run, offer: Offer, directory: RunDirectory, spawner: Spawner, model_path: Path, *, restore_step: int | None
+    run: Run,
+    offer: Offer,
+    directory: RunDirectory,
+    spawner: Spawner,
+    model_path: Path,
+    *,
+    restore_step: int | None,
+    sizes: Sequence[int | None] = (),
 ) -> Fleet:
-    """Start every actor. Those that only hand things on take no core of their own."""
+    """Start every actor. Those that only hand things on take no core of their own. `sizes`: of the sources of
+    prompts."""
     wanted = demands(run, offer)
     trajectories = directory.trajectories.resolve()
-    buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, run, trajectories, restore_step)
+    to_buffer = run, trajectories, restore_step, sizes
+    buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, *to_buffer)
     judge = run.reward, run.environment, run.stages, directory.judge.resolve(), suite_rewards(run)
     reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, *judge)
     gateway = None

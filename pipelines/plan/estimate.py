@@ -18,7 +18,7 @@ from asyncrl.precision.memory import Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.compiler import compiles
 from asyncrl.system.devices import gpu_memory, has_gpu
-from asyncrl.tasks.base import Bounded, Listed, Split
+from asyncrl.tasks.base import Bounded, Listed, Mixed, Split, Task
 from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
 from asyncrl.training.memory import (
@@ -186,7 +186,7 @@ def longest_prompt(run: Run) -> int:
 
 def longest(run: Run) -> tuple[int, Prompt]:
     """Its tokens, and the prompt itself."""
-    prompts = _prompts(run)
+    prompts = _prompts(run, make_task(run.task, run.seed))
     if (directory := run.model.directory) is None:
         lengths = [len(prompt.text) for prompt in prompts]  # a warm start has one token per character
     else:
@@ -194,8 +194,9 @@ def longest(run: Run) -> tuple[int, Prompt]:
     return max(zip(lengths, prompts, strict=True), key=lambda each: each[0])
 
 
-def _prompts(run: Run) -> list[Prompt]:
-    task = make_task(run.task, run.seed)
+def _prompts(run: Run, task: Task) -> list[Prompt]:
+    if isinstance(task, Mixed):
+        return [prompt for each in task.sources.values() for prompt in _prompts(run, each)]
     if isinstance(task, Bounded):
         return [task.longest()]
     if isinstance(task, Listed):

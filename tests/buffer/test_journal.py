@@ -1,10 +1,12 @@
 """The journal's records on disk: bytes written by hand, so that renaming a class cannot change the format."""
 
+import msgspec
 import pytest
 
 from asyncrl.buffer.journal import (
     Admitted,
     Advanced,
+    Asked,
     Begun,
     Committed,
     Delivered,
@@ -15,12 +17,14 @@ from asyncrl.buffer.journal import (
     FoldedGroup,
     Late,
     Limited,
+    Measured,
     Record,
     Renewed,
     Stored,
     decode,
     encode,
 )
+from asyncrl.curriculum.policy import CurriculumState, Known, SourceState
 from asyncrl.drop_reasons import DropReason, stage_reason
 
 ONE = b"\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00"
@@ -29,6 +33,8 @@ HALF = b"\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00"
 WRITTEN: list[tuple[Record, bytes]] = [
     (Begun(2, 4, 1), b"\x94\xa5Begun\x02\x04\x01"),
     (Admitted(3, 1, 1.0, 100), b"\x95\xa8Admitted\x03\x01" + ONE + b"\x64"),
+    (Asked(3, 70, -1), b"\x94\xa5Asked\x03\x46\xff"),
+    (Measured(2, (70, 3), (0.5, 1.0)), b"\x94\xa8Measured\x02\x92\x46\x03\x92" + HALF + ONE),
     (Renewed(3, 1.0), b"\x93\xa7Renewed\x03" + ONE),
     (Dropped(3, DropReason.TIMEOUT), b"\x95\xa7Dropped\x03\xa7timeout\xff\x00"),
     (Dropped(3, stage_reason("dull"), 1, 7), b"\x95\xa7Dropped\x03\xaastage:dull\x01\x07"),
@@ -50,15 +56,17 @@ WRITTEN: list[tuple[Record, bytes]] = [
             consumed=24,
             drops={"stale": 2},
             waste={"stale": 7},
-            waiting=(FoldedGroup(8, 2, 3, 1.0, 100, ((1, "timeout"),)),),
+            waiting=(FoldedGroup(8, 2, 3, 1.0, 100, ((1, "timeout"),), 70),),
             ended=(Dropped(7, "stale"),),
             late=((7, 1),),
             first_sequence=5,
             failed=(Failed(8, 1, "timeout"),),
+            curriculum=CurriculumState([SourceState(9, 0.5, 0.5, 1.0, 1.0, {4: None}, {5: None})], {4: Known(2, 0.5)}),
         ),
-        b"\xdc\x00\x10\xa6Folded\x94\xa5Begun\x02\x04\x01\x03\x02\x09\x01\x04\x64\x18"
-        b"\x81\xa5stale\x02\x81\xa5stale\x07\x91\x96\x08\x02\x03" + ONE + b"\x64\x91\x92\x01\xa7timeout"
-        b"\x91\x95\xa7Dropped\x07\xa5stale\xff\x00\x91\x92\x07\x01\x05\x91\x95\xa6Failed\x08\x01\xa7timeout\x00",
+        b"\xdc\x00\x11\xa6Folded\x94\xa5Begun\x02\x04\x01\x03\x02\x09\x01\x04\x64\x18"
+        b"\x81\xa5stale\x02\x81\xa5stale\x07\x91\x97\x08\x02\x03" + ONE + b"\x64\x91\x92\x01\xa7timeout\x46"
+        b"\x91\x95\xa7Dropped\x07\xa5stale\xff\x00\x91\x92\x07\x01\x05\x91\x95\xa6Failed\x08\x01\xa7timeout\x00"
+        b"\x92\x91\x97\x09" + HALF + HALF + ONE + ONE + b"\x81\x04\xc0\x81\x05\xc0\x81\x04\x92\x02" + HALF,
     ),
 ]
 
@@ -85,3 +93,14 @@ def test_records_of_another_release_are_read() -> None:
 def test_other_bytes_are_no_record(payload: bytes) -> None:
     with pytest.raises(ValueError, match="not a record"):
         decode(payload)
+
+
+def test_a_state_from_before_there_were_curricula_is_read() -> None:
+    folded = next(record for record, _ in WRITTEN if isinstance(record, Folded))
+    fields = msgspec.msgpack.decode(encode(folded))
+    fields.pop()  # the curriculum
+    fields[11][0].pop()  # the prompt of the group that waits
+    found = decode(msgspec.msgpack.encode(fields))
+    assert isinstance(found, Folded)
+    assert (found.curriculum, found.waiting[0].prompt) == (None, -1)
+    assert found.failed == folded.failed

@@ -142,7 +142,7 @@ def test_the_documented_queries_are_the_real_ones() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", without_links, re.MULTILINE)) == {
         name: ready.says for name, ready in READY.items()
     }
-    assert len(READY) == 16
+    assert len(READY) == 17
 
 
 @pytest.mark.parametrize(

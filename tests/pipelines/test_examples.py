@@ -27,6 +27,7 @@ OWN = {
     "own_stage": 40,
     "own_parts": 40,
     "own_algorithm": 40,
+    "own_curriculum": 60,
 }
 """Lines that each may have; of the first those that are code."""
 
@@ -48,7 +49,7 @@ def test_examples_are_short(name: str, lines: int) -> None:
         body = ast.parse(source).body[1:]  # without the words at the top
         source = "\n".join(ast.unparse(node) for node in body)
         assert sum(bool(line.strip()) for line in source.splitlines()) <= lines
-    assert len(source.splitlines()) <= 40
+    assert len(source.splitlines()) <= max(lines, 40)
 
 
 def test_quick_pipeline(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +114,22 @@ def test_own_judge(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert shown
     assert shown[1] in source
     assert len(source.splitlines()) <= 60
+
+
+def test_own_curriculum(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = run_example("own_curriculum", model, monkeypatch=monkeypatch, where=tmp_path)
+    run = tmp_path / "runs" / "pipeline-1"
+    with open_run(run) as tables:
+        groups = "SELECT source, count(*), count(DISTINCT prompt_index) FROM groups GROUP BY ALL ORDER BY ALL"
+        (_, additions, _), (_, chains, _) = found = tables.execute(groups).fetchall()
+    assert [source for source, _, _ in found] == ["additions", "chains"]
+    assert abs(chains - 3 * additions) <= 4
+    assert any(different < all_of_them for _, all_of_them, different in found), "some were asked again"
+    assert set(summary["evaluations"]["0"]["by_source"]) == {"additions", "chains"}
+    assert "additions" in capsys.readouterr().out
+    assert replay(run, []).identical
 
 
 def test_own_algorithm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.buffer.journal import (
     Admitted,
     Advanced,
+    Asked,
     Begun,
     Committed,
     Delivered,
@@ -20,6 +21,7 @@ from asyncrl.buffer.journal import (
     Folded,
     Late,
     Limited,
+    Measured,
     Record,
     Renewed,
     Stored,
@@ -80,6 +82,12 @@ class Accounts:
                 raise DamageError("a journal begins once")
             case Admitted():
                 self._admit(record)
+            case Asked(group):
+                if group != self.admitted:
+                    raise DamageError(f"a prompt is chosen for group {group} where {self.admitted} comes next")
+            case Measured(step):
+                if step > self.step:
+                    raise DamageError(f"groups of step {step} are measured in step {self.step}")
             case Renewed(group):
                 self._require_waiting(group)
             case Dropped():

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.buffer import journal
-from asyncrl.buffer.journal import Admitted, Begun, Committed, Delivered, Dropped, Failed, Folded, Record
+from asyncrl.buffer.journal import Admitted, Asked, Begun, Committed, Delivered, Dropped, Failed, Folded, Record
 from asyncrl.errors import CorruptSegmentError
 from asyncrl.observe.query.logs import File, Framed, Positions, find_frames
 
@@ -87,6 +87,8 @@ class GroupOutcomes(msgspec.Struct):
     """The newest step that is finished; -1 before the first."""
     versions: Column
     """Served when it was admitted."""
+    prompts: Column
+    """Index of its prompt in the training stream of the task."""
     steps: Column
     """That the trainer got it for; -1 where it has not."""
     takes: Column
@@ -123,6 +125,7 @@ def read_group_outcomes(journal: Iterable[File]) -> GroupOutcomes:
         size=begun.group_size if begun else 0,
         committed=max((record.step for record in read if isinstance(record, Committed)), default=-1),
         versions=np.concatenate(versions),
+        prompts=np.arange(groups),
         steps=np.full(groups, -1),
         takes=np.full(groups, -1),
         drops=np.full(groups, -1),
@@ -132,9 +135,23 @@ def read_group_outcomes(journal: Iterable[File]) -> GroupOutcomes:
         failures=Counter(record.reason for record in failures),
     )
     np.add.at(found.missing, _known((record.group for record in failures), found), 1)
+    _ask(read, found)
     _deliver([record for record in read if isinstance(record, Delivered)], found)
     _drop(drops, found)
     return found
+
+
+def _ask(read: Iterable[Record], found: GroupOutcomes) -> None:
+    """What a curriculum chose; without one a group's prompt has its own number."""
+    for record in read:
+        match record:
+            case Asked(group, prompt) if group < len(found.prompts):  # a kill may leave one that was not admitted
+                found.prompts[group] = prompt
+            case Folded(waiting=waiting):
+                for each in waiting:
+                    found.prompts[each.group] = each.group if each.prompt < 0 else each.prompt
+            case _:
+                pass
 
 
 def _deliver(delivered: list[Delivered], found: GroupOutcomes) -> None:

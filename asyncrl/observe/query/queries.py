@@ -35,6 +35,18 @@ READY = {
         FROM trajectories GROUP BY prompt ORDER BY reward, answers DESC, prompt LIMIT 50
         """,
     ),
+    "prompts_by_source": Ready(
+        "by source of prompts, groups that were finished, how many different prompts they had, and what they earned",
+        """
+        SELECT coalesce(source, 'all') AS source, count(*) AS groups, count(DISTINCT prompt) AS prompts,
+            round(avg(rate), 4) AS reward, round(avg((rate <= 0)::INT), 3) AS unsolved,
+            round(avg((rate >= 1)::INT), 3) AS solved
+        FROM (
+            SELECT any_value(source) AS source, any_value(prompt) AS prompt, avg(reward) AS rate
+            FROM trajectories JOIN groups USING (group_id) GROUP BY group_id
+        ) GROUP BY ALL ORDER BY ALL
+        """,
+    ),
     "groups_without_signal": Ready(
         "by step, trained groups whose samples all got the same reward and taught nothing",
         """

@@ -4,14 +4,17 @@ Nothing is copied, locked or changed: the trajectory log is mapped, and its long
 name them. A connection sees the run as it was when it was opened; open another one to see more.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import pyarrow
 
 from asyncrl.buffer import journal, payloads
+from asyncrl.curriculum.interleaving import BLOCK, Interleaving
 from asyncrl.data.untrusted import read_table
 from asyncrl.drop_reasons import DESCRIPTIONS, DropReason
 from asyncrl.observe.query.group_outcomes import GroupOutcomes, read_group_outcomes
@@ -68,6 +71,7 @@ SAFE: dict[str, str | bool | int | float | list[str]] = {
     "python_enable_replacements": False,
 }
 REASONS = "CREATE TABLE raw_reasons AS SELECT unnest(?::VARCHAR[]) AS reason, unnest(range(?)) AS number"
+SOURCES = "CREATE TABLE raw_sources AS SELECT unnest(?::VARCHAR[]) AS name, unnest(range(?)) AS number"
 FAILURES = "CREATE TABLE raw_failures AS SELECT unnest(?::VARCHAR[]) AS reason, unnest(?::BIGINT[]) AS samples"
 LINES = "CREATE TABLE raw_lines AS SELECT ? AS lines"
 MEANINGS = """
@@ -81,12 +85,12 @@ CREATE VIEW raw_events AS
         line::JSON AS fields
     FROM (SELECT unnest(string_split(lines, chr(10))) AS line FROM raw_lines) WHERE json_valid(line);
 CREATE VIEW groups AS
-    SELECT group_id, size, version,
+    SELECT group_id, prompt_index, name AS source, size, version,
         CASE WHEN dropped >= 0 THEN 'dropped' WHEN step < 0 THEN 'buffered' WHEN step <= committed THEN 'trained'
             ELSE 'training' END AS fate,
         nullif(step, -1) AS step, nullif(take, -1) AS take, reason AS drop_reason,
         nullif(failed, -1)::INTEGER AS drop_sample, missing::INTEGER AS missing
-    FROM raw_groups LEFT JOIN raw_reasons ON number = dropped;
+    FROM raw_groups LEFT JOIN raw_reasons r ON r.number = dropped LEFT JOIN raw_sources s ON s.number = source;
 CREATE VIEW trajectories AS
     SELECT t.sequence, group_id, t.sample, t.prompt, t.engine, t.precision, t.finish, t.reward,
         try_cast(try_cast(nullif(t.parts, '') AS JSON) AS MAP(VARCHAR, DOUBLE)) AS parts, t.started, t.finished,
@@ -151,7 +155,8 @@ CREATE VIEW evaluations AS
         (fields->>'$.scores.passed')::DOUBLE AS passed, (fields->>'$.scores.interval')::DOUBLE AS "interval",
         (fields->'$.scores.suites')::MAP(
             VARCHAR, STRUCT(sampled DOUBLE, greedy DOUBLE, reward DOUBLE, passed DOUBLE, "interval" DOUBLE)
-        ) AS suites
+        ) AS suites,
+        (fields->'$.scores.by_source')::MAP(VARCHAR, DOUBLE) AS by_source
     FROM events WHERE kind = 'evaluation'
     QUALIFY row_number() OVER (PARTITION BY step ORDER BY time DESC) = 1 ORDER BY step;
 """.replace("$incomplete", DropReason.GROUP_INCOMPLETE)
@@ -173,7 +178,9 @@ def open_run(directory: Path) -> "duckdb.DuckDBPyConnection":
         connection.execute(LINES, [events.decode(errors="replace")])
         trajectories, outcomes = buffer.result()
     connection.register("raw_trajectories", trajectories)
-    connection.register("raw_groups", _groups(outcomes))
+    weights = _weights(run)
+    connection.register("raw_groups", _groups(outcomes, list(weights.values())))
+    connection.execute(SOURCES, [list(weights), len(weights)])
     connection.execute(REASONS, [outcomes.reasons, len(outcomes.reasons)])
     connection.execute(FAILURES, [list(outcomes.failures), list(outcomes.failures.values())])
     described = DESCRIPTIONS.values()
@@ -198,10 +205,20 @@ def read_buffer(directory: Path) -> tuple[Any, GroupOutcomes]:
         ), outcomes.result()
 
 
-def _groups(outcomes: GroupOutcomes) -> Any:
+def _weights(run: RunDirectory) -> dict[str, float]:
+    """Of the sources that the run mixes, in the order of the task; none of one that mixes none."""
+    config: Any = msgspec.yaml.decode(run.config.read_bytes())
+    sources: dict[str, Any] = (config.get("task") or {}).get("sources") or {}
+    return {name: sources[name]["weight"] for name in sorted(sources)}
+
+
+def _groups(outcomes: GroupOutcomes, weights: Sequence[float]) -> Any:
     (ids,) = np.nonzero(outcomes.known)
+    streams = np.array(Interleaving(weights).streams if weights else [-1] * BLOCK)
     columns = {
         "group_id": ids,
+        "prompt_index": outcomes.prompts[ids],
+        "source": streams[outcomes.prompts[ids] % BLOCK],
         "size": np.full(len(ids), outcomes.size),
         "version": outcomes.versions[ids],
         "step": outcomes.steps[ids],

@@ -1,6 +1,7 @@
 """The report's charts, described for the page: which figures, over what, with which words."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from asyncrl.types import SpeculationArm
 POINTS = 1500
 """Most points of a line; of more, means of neighbours."""
 BINS = 32
+RATES = 5
+"""Bars of the histogram of success rates, from 0 to 1."""
+COLOURS = 6
+"""Lines of a chart."""
 GIB = 2.0**-30
 Chart = dict[str, Any]
 
@@ -38,11 +43,27 @@ def learning(run: Recorded) -> list[Chart]:
                 "Held-out", "share of right completions", series, note="prompts that are not trained on", percent=True
             )
         )
+    charts += _held_out_by_source(run)
     charts.append(_lines(run, "Gradient norm", {"grad_norm": "gradient norm"}, "norm before clipping", from_zero=True))
     charts.append(
         _lines(run, "Completion length", {"length_mean": "mean", "length_max": "longest"}, "tokens", from_zero=True)
     )
     return charts + _load(run)
+
+
+def _held_out_by_source(run: Recorded) -> list[Chart]:
+    """Nothing where one source is all."""
+    found = run.connection.execute("SELECT step, by_source FROM evaluations ORDER BY step").fetchall()
+    told: list[tuple[int, dict[str, float]]] = [(step, scores) for step, scores in found if scores]
+    sources = sorted({source for _, scores in told for source in scores})[:COLOURS]
+    if not sources:
+        return []
+    x = [step for step, _ in told]
+    series = [
+        {"name": source, "x": x, "y": [scores.get(source) for _, scores in told], "dots": True} for source in sources
+    ]
+    note = "sampled completions to prompts that are not trained on"
+    return [_chart("Held-out by source", "share of right completions", series, note=note, percent=True)]
 
 
 def _load(run: Recorded) -> list[Chart]:
@@ -179,7 +200,12 @@ def agents(run: Recorded) -> list[Chart]:
     return [charts[0], *known]
 
 
-ASKED = {"calls": "calls", "cache_hits": "from the cache", "retries": "retries", "failures": "without a verdict"}
+JUDGE_CALLS = {
+    "calls": "calls",
+    "cache_hits": "from the cache",
+    "retries": "retries",
+    "failures": "without a verdict",
+}
 
 
 def judge(run: Recorded) -> list[Chart]:
@@ -187,10 +213,77 @@ def judge(run: Recorded) -> list[Chart]:
     rows = [{"step": row["step"], **row["judge"]} for row in run.rows if row.get("judge")]
     if not rows:
         return []
-    grown = {name: differences(rows, name).tolist() for name in ASKED}
-    told = [{"step": row["step"], **{name: grown[name][at] for name in ASKED}} for at, row in enumerate(rows)]
-    series = [_line(told, name, label) for name, label in ASKED.items()]
+    grown = {name: differences(rows, name).tolist() for name in JUDGE_CALLS}
+    told = [{"step": row["step"], **{name: grown[name][at] for name in JUDGE_CALLS}} for at, row in enumerate(rows)]
+    series = [_line(told, name, label) for name, label in JUDGE_CALLS.items()]
     return [_chart("Calls of the judge", "in a step", series, from_zero=True, note="held-out completions as well")]
+
+
+ASKED = """
+WITH asked AS (
+    SELECT *, row_number() OVER (PARTITION BY prompt ORDER BY group_id) = 1 AS is_new FROM (
+        SELECT group_id, any_value(coalesce(g.step, g.version)) AS step, coalesce(any_value(source), 'all') AS source,
+            any_value(prompt) AS prompt, avg(reward) AS rate
+        FROM trajectories t JOIN groups g USING (group_id) WHERE g.fate <> 'buffered' GROUP BY group_id
+    )
+)
+"""
+"""Groups that have ended, with the step that trained them; of those that were dropped the version they began with."""
+BY_STEP = """
+    SELECT step, source, count(*) AS groups, count(*) FILTER (is_new) AS new, sum(rate) AS reward,
+        count(*) FILTER (rate BETWEEN ? AND ?) AS inside,
+        list(rate) AS rates
+    FROM asked GROUP BY step, source ORDER BY step, source
+"""
+
+
+def prompts(run: Recorded) -> list[Chart]:
+    """Nothing before the first completion."""
+    low, high = run.setting("curriculum.band", None) or (None, None)
+    rows: list[Row] = run.connection.sql(ASKED + BY_STEP, params=[low, high]).to_arrow_table().to_pylist()
+    if not rows:
+        return []
+    charts = [_asked(rows), _rates(rows)]
+    if low is not None:
+        note = f"share of the groups whose mean reward was in curriculum.band, {low:g} to {high:g}"
+        charts.append(_by_source(rows, "inside", "In the band", "share of groups", note=note, percent=True))
+    if len({row["source"] for row in rows}) > 1:
+        charts.append(_by_source(rows, "reward", "Reward by source", "mean reward"))
+    return charts
+
+
+def _asked(rows: Sequence[Row]) -> Chart:
+    totals, told = Counter[str](), dict[int, Row]()
+    for row in rows:
+        totals.update({name: row[name] for name in ("groups", "new")})
+        told[row["step"]] = {"step": row["step"], **totals}
+    lines = list(told.values())
+    series = [_line(lines, "groups", "groups"), _line(lines, "new", "different prompts")]
+    return _chart("Prompts", "asked so far", series, from_zero=True)
+
+
+def _rates(rows: Sequence[Row]) -> Chart:
+    counts: dict[int, Counter[int]] = {}
+    for row in rows:
+        counts.setdefault(row["step"], Counter()).update(map(_bin, row["rates"]))
+    told = [{"step": step} | {str(b): found[b] / found.total() for b in range(RATES)} for step, found in counts.items()]
+    names = [f"{100 * b // RATES} to {100 * (b + 1) // RATES} %" for b in range(RATES)]
+    series = [_line(told, str(b), name) for b, name in enumerate(names)]
+    note = "groups by their mean reward, which is the success rate where rewards are 0 and 1"
+    return _chart("Success rates", "share of groups", series, note=note, percent=True, from_zero=True)
+
+
+def _bin(rate: float) -> int:
+    return min(max(int(rate * RATES), 0), RATES - 1)
+
+
+def _by_source(rows: Sequence[Row], name: str, title: str, y_label: str, **how: Any) -> Chart:
+    """The mean of `name` over each source's groups; of so many sources as there are colours."""
+    sources = sorted({row["source"] for row in rows})[:COLOURS]
+    told = [{"step": row["step"], row["source"]: row[name] / row["groups"]} for row in rows]
+    lines = [[row for row in told if source in row] for source in sources]
+    series = [_line(line, source, source) for line, source in zip(lines, sources, strict=True)]
+    return _chart(title, y_label, series, **how)
 
 
 def drafting(run: Recorded) -> list[Chart]:

@@ -21,6 +21,7 @@ from asyncrl.observe.report.agents import agents
 from asyncrl.observe.report.figures import Found
 from asyncrl.observe.report.headline import Figures, headline
 from asyncrl.observe.report.judge import cost, judge
+from asyncrl.observe.report.prompts import prompts
 from asyncrl.observe.report.recorded import Recorded
 from asyncrl.observe.report.samples import samples
 from asyncrl.observe.report.timeline import timeline
@@ -132,6 +133,7 @@ def document(run: Recorded) -> dict[str, Any]:
         ],
         "tiles": tiles(found, figures),
         "learning": curves.learning(run),
+        "prompts": prompts(run),
         "timeline": timeline(found),
         "distributions": curves.distributions(run),
         "correction": curves.correction(run),

@@ -45,6 +45,10 @@ function start() {
   top(data);
   section("learning", "Learning", "Reward of the samples trained on, and score on held-out prompts.",
     data.learning.length ? charts(data.learning) : nothing("No step is finished yet."));
+  if (data.prompts) {
+    section("prompts", "Prompts", "What was asked, how often, and how often it was solved.", charts(data.prompts.charts),
+      table(data.prompts.head, data.prompts.rows));
+  }
   section("timeline-section", "Timeline",
     "Who worked, who waited, and for what. Vertical lines are policy versions; under each engine are its longest completions.",
     data.timeline ? timelineSection(data.timeline) : nothing("This directory holds no events."));
