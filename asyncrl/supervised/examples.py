@@ -3,12 +3,15 @@
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.chat.messages import SaidTurn
 from asyncrl.config import Run
 from asyncrl.config.sft import Sft
 from asyncrl.data import rows as reading
@@ -22,6 +25,10 @@ from asyncrl.types import Slot, Ticket, Trajectory
 FIELD = "sft.path"
 EXAMPLE = '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}'
 """A line as it should be, for who wrote another."""
+
+
+CHUNK = 256
+"""Rows that are tokenized at a time."""
 
 
 class Found(NamedTuple):
@@ -88,20 +95,18 @@ class Examples:
         return said
 
     def _read(self, conversations: Conversations) -> Iterator[Example]:
-        settings = self._run.sft
-        for place, uid, row in _rows(settings):
-            self._rows += 1
-            try:
-                turns = conversations.turns(row, uid)
-            except ValueError as error:
-                raise ConfigError(f"{place}: {error}") from None
-            if longest(turns) > settings.max_length:
-                self._too_long += 1
-                if settings.too_long == "skip":
-                    continue
-            example = laid_out(uid, turns, settings.max_length)
-            if example is not None:
-                yield example
+        """Several at a time: tokenizing lets other threads go on."""
+        settings, rows = self._run.sft, _rows(self._run.sft)
+        with ThreadPoolExecutor() as pool:
+            while chunk := list(islice(rows, CHUNK)):
+                self._rows += len(chunk)
+                for found, turns in zip(chunk, pool.map(partial(_turns, conversations), chunk), strict=True):
+                    if longest(turns) > settings.max_length:
+                        self._too_long += 1
+                        if settings.too_long == "skip":
+                            continue
+                    if (example := laid_out(found.uid, turns, settings.max_length)) is not None:
+                        yield example
 
     def _nothing_left(self) -> str:
         settings = self._run.sft
@@ -128,6 +133,13 @@ class Examples:
 def load_examples(run: Run, model_path: Path) -> Examples:
     """For the model that the run trains."""
     return Examples(run, load_tokenizer(model_path))
+
+
+def _turns(conversations: Conversations, found: Found) -> list[SaidTurn]:
+    try:
+        return conversations.turns(found.row, found.uid)
+    except ValueError as error:
+        raise ConfigError(f"{found.place}: {error}") from None
 
 
 def _rows(settings: Sft) -> Iterator[Found]:
