@@ -312,7 +312,7 @@ def test_a_run_that_loses_ray_goes_on_with_another(victim: str, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("victim", "delay_s"), [("gcs_server", 0.0), ("gcs_server", 1.5), ("raylet", 0.0), ("raylet", 6.0)]
 )
