@@ -5,8 +5,8 @@
 
 The teacher is the quickstart's model after its run: a warm start of 800 steps, then rewards. The student is a smaller
 model with a shorter warm start. It is trained twice from there with equally many samples a step: by rewards alone, with
-the quickstart's settings, and by the teacher alone (`distill.reward=0`, groups of one, a learning rate of its own). Each
-is evaluated on the same held-out prompts as the teacher was.
+the quickstart's settings, and by the teacher alone (`distill.reward=0`, groups of one, a learning rate of its own).
+Each is evaluated on the same held-out prompts as the teacher was.
 Samples are counted to the first held-out score within `--points` of the teacher's. Finished runs are kept
 (`benchmarks.studies`).
 """
