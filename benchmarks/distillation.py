@@ -4,9 +4,9 @@
     python -m benchmarks.distillation --seeds 0 --steps 60 --jobs 1
 
 The teacher is the quickstart's model after its run: a warm start of 800 steps, then rewards. The student is a smaller
-model with a shorter warm start. It is trained twice from there with equal samples a step, prompts and learning rate: by
-rewards alone, and by the teacher alone (`distill.reward=0`, groups of one). Each is evaluated on the same held-out
-prompts as the teacher was.
+model with a shorter warm start. It is trained twice from there with equally many samples a step: by rewards alone, with
+the quickstart's settings, and by the teacher alone (`distill.reward=0`, groups of one, a learning rate of its own).
+Each is evaluated on the same held-out prompts as the teacher was.
 Samples are counted to the first held-out score within `--points` of the teacher's. Finished runs are kept
 (`benchmarks.studies`).
 """
@@ -51,9 +51,11 @@ def table(found: dict[int, Compared], points: float) -> str:
 
 
 def arms(teacher: Path) -> dict[str, list[str]]:
-    """As many samples a step in both."""
-    taught = [f"teachers=[{{path: {teacher}}}]", "rollout.group_size=1", "flow.groups_per_step=256"]
-    return {REWARDS: [], TAUGHT: [*taught, "flow.groups_per_take=32"]}
+    """As many samples a step in both. What a teacher says of every token is less noisy than a reward, so that steps may
+    be larger."""
+    size = "rollout.group_size=1", "flow.groups_per_step=256", "flow.groups_per_take=32"
+    rate = "trainer.lr=1e-3", "trainer.warmup_steps=3"
+    return {REWARDS: [], TAUGHT: [f"teachers=[{{path: {teacher}}}]", *size, *rate]}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

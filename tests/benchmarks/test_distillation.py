@@ -9,12 +9,12 @@ from pipelines.compose import compose
 
 
 def test_both_runs_have_the_same_samples_and_differ_in_who_teaches() -> None:
-    options = distillation.parse(["trainer.lr=1e-3", "--steps", "30"])
+    options = distillation.parse(["max_staleness=1", "--steps", "30"])
     rewards, taught = (
         compose([*distillation.common(options), *settings]) for settings in distillation.arms(Path("big")).values()
     )
     assert rewards.samples_per_step == taught.samples_per_step == 256
-    assert (rewards.steps, rewards.trainer.lr) == (taught.steps, taught.trainer.lr) == (30, 1e-3)
+    assert (rewards.steps, rewards.max_staleness) == (taught.steps, taught.max_staleness) == (30, 1)
     assert (rewards.teachers, taught.teachers[0].path) == ((), "big")
     assert rewards.learns_from_rewards
     assert not taught.learns_from_rewards
