@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta
 
 from asyncrl.config.base import Natural, Settings
-from asyncrl.config.task import HeldOut
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Sft(Settings, frozen=True):
     epochs: Natural = 0
     """How often each example may be trained on: more `steps` than that takes are refused. 0: as often as `steps`
     take."""
-    held_out: HeldOut = 0.05
+    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Share of the examples kept for the held-out loss, which is that of `evaluation.prompts` of them at most."""
 
     @property

@@ -15,7 +15,8 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from asyncrl.config.run import Run
 
-HeldOut = Annotated[float, Meta(ge=0, lt=1)]
+HeldOut = Annotated[float, Meta(ge=0, le=1)]
+"""1 is for a suite of `evaluation.suites`, of which nothing is trained on."""
 KILL_S = 5.0
 """For making a sandbox and ending it, beside the program's own time."""
 

@@ -25,7 +25,9 @@ class Order:
 
 
 def kept_out(rows: Collection[bytes], share: float) -> set[bytes]:
-    """The share that is held out: the same rows whatever the seed and the order of the file; one at least is left to
-    train on."""
+    """The share that is held out: the same rows whatever the seed and the order of the file. If it is not all of them,
+    one at least is left to train on."""
+    if share == 1:
+        return set(rows)
     ranked = sorted(set(rows), key=lambda row: blake2b(row).digest())
     return set(ranked[: min(math.ceil(share * len(ranked)), len(ranked) - 1)])

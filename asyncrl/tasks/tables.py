@@ -36,10 +36,11 @@ class Rows:
     def prompt(self, split: Split, index: int) -> Prompt:
         prompts = self._prompts[split]
         if not prompts:
-            raise ConfigError(
-                f"task.held_out={self._share} leaves no held-out prompt in {self._source}: "
-                "raise task.held_out or set evaluation.prompts=0"
-            )
+            lacks, way_out = {
+                "train": ("prompt to train on", "lower task.held_out"),
+                "held_out": ("held-out prompt", "raise task.held_out or set evaluation.prompts=0"),
+            }[split]
+            raise ConfigError(f"task.held_out={self._share} leaves no {lacks} in {self._source}: {way_out}")
         return prompts[self._orders[split][index]]
 
     def count(self, split: Split) -> int:

@@ -81,3 +81,14 @@ def test_one_row_is_trained_on_and_evaluation_says_what_to_do(tmp_path: Path) ->
     assert {task.prompt("train", i).text for i in range(5)} == {"x"}
     with pytest.raises(ConfigError, match=r"raise task\.held_out or set evaluation\.prompts=0"):
         task.prompt("held_out", 0)
+
+
+def test_a_suite_may_hold_out_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "suite.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(5)))
+    task = Jsonl(JsonlTask(path=str(path), held_out=1), seed=0)
+    assert {task.prompt("held_out", index).text for index in range(5)} == {f"{n}+1=" for n in range(5)}
+    with pytest.raises(
+        ConfigError, match=r"task.held_out=1(\.0)? leaves no prompt to train on in .*: lower task.held_out"
+    ):
+        task.prompt("train", 0)
