@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import hydra
 import msgspec
@@ -18,14 +18,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from asyncrl.config import Rollout, Run, load
-from asyncrl.config.drafter import DrafterSettings, NoDrafter
+from asyncrl.config import Run, load
 from asyncrl.config.errors import did_you_mean
-from asyncrl.engines.registry import choose_engine
+from asyncrl.engines.registry import engine_for
 from asyncrl.errors import ConfigError
 from asyncrl.system import quiet
 
-T = TypeVar("T")
 CONFIGS = (Path(__file__).parent / "configs").resolve()
 NO_GROUP = "cluster"
 """A plain setting although configs/cluster/ is there: the files in it are Ray's. Hydra would take it for a choice."""
@@ -63,18 +61,8 @@ def _with_engine(raw: dict[str, Any]) -> dict[str, Any]:
     """`engine=auto` becomes the engine that suits machine and model, and so stands in the run's config.yaml."""
     engine = raw.get("engine")
     if isinstance(engine, dict) and cast(dict[str, Any], engine).get("type") == "auto":
-        rollout = _settings(raw.get("rollout"), Rollout, Rollout())
-        drafter = _settings(raw.get("drafter"), DrafterSettings, NoDrafter())
-        raw["engine"] = choose_engine(raw.get("model") or {}, cast(dict[str, Any], engine), rollout, drafter).settings
+        raw["engine"] = engine_for(raw).settings
     return raw
-
-
-def _settings(given: Any, kind: Any, default: T) -> T:
-    """What is wrong with them is said when the whole run is loaded."""
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError:
-        return default
 
 
 def changed(run: Run, overrides: Sequence[str], *, allowed: Sequence[str]) -> Run:

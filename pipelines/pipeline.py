@@ -25,7 +25,7 @@ from asyncrl.config.task import (
     TaskSettings,
 )
 from asyncrl.config.user_code import Agent, Environment, Stage
-from asyncrl.engines.registry import choose_engine
+from asyncrl.engines.registry import engine_for
 from asyncrl.errors import ConfigError
 from asyncrl.system.user_functions import keep_here, loaded_file, name_of
 from pipelines.recording.result import Result
@@ -88,7 +88,8 @@ class Pipeline:
         task = self._task(prompts)
         given = {key: msgspec.to_builtins(value) for key, value in settings.items()}
         source = msgspec.to_builtins(_model(model))
-        raw: dict[str, Any] = {"cluster": "inprocess", "engine": choose_engine(source, {}).settings, **given}
+        chosen = engine_for({"model": source, **given, "engine": {}})
+        raw: dict[str, Any] = {"cluster": "inprocess", "engine": chosen.settings, **given}
         raw |= {
             "name": self._name,
             "model": source,

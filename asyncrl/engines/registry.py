@@ -6,12 +6,12 @@ A new one is its settings in `asyncrl.config.engine`, a file with a `Build` func
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from asyncrl.config import Run
-from asyncrl.config.drafter import DrafterSettings
+from asyncrl.config import Rollout, Run
+from asyncrl.config.drafter import DrafterSettings, NoDrafter
 from asyncrl.config.engine import EngineBase, FakeEngine, NativeEngine, TransformersEngine, VllmEngine
 from asyncrl.config.precision import Fp8, RolloutPrecision
 from asyncrl.config.weights import published_adapters
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.drafting.hidden_capture import RolloutTap
 
 
+T = TypeVar("T")
 FULL = 0.8
 """Of an engine's memory, which weights may take; the rest is KV cache."""
 
@@ -108,6 +109,19 @@ def choose_engine(
     if runs_vllm() and path is not None and (why := _better_in_vllm(path, share, rollout)):
         return Choice({**own, "type": "vllm"}, why)
     return Choice({"device": "cuda", **own, "type": "native"}, "our decoder knows the model, and one GPU holds it")
+
+
+def engine_for(raw: Mapping[str, Any]) -> Choice:
+    """The same for a run that is not loaded yet. What is wrong with its settings is said when it is."""
+    rollout, drafter = _given(raw, "rollout", Rollout, Rollout()), _given(raw, "drafter", DrafterSettings, NoDrafter())
+    return choose_engine(raw.get("model") or {}, raw["engine"], rollout, drafter)
+
+
+def _given(raw: Mapping[str, Any], part: str, kind: Any, default: T) -> T:
+    try:
+        return msgspec.convert(raw.get(part), kind)
+    except msgspec.ValidationError:
+        return default
 
 
 def why_engine(run: Run) -> str:

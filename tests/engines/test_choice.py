@@ -12,6 +12,7 @@ from asyncrl.config.precision import PRECISIONS
 from asyncrl.engines import registry
 from asyncrl.engines.registry import Choice, choose_engine
 from pipelines.compose import compose
+from pipelines.pipeline import Pipeline
 from tests.support.families import family_config
 from tests.support.tiny_model import tiny_checkpoint, tiny_config
 
@@ -84,6 +85,8 @@ def test_experts_in_fp8_are_for_our_engine(models: Path, monkeypatch: pytest.Mon
     assert found == {"fp32": "vllm", "bf16": "vllm", "fp8": "native", "fp8_kv": "vllm", "fp8_full": "native"}
     overrides = ["engine=auto", "model=checkpoint", f"model.path={models / 'experts'}", "rollout.precision=fp8"]
     assert isinstance(compose(overrides).engine, NativeEngine)
+    own = Pipeline(model=str(models / "experts"), prompts=["1 + 1 ="], reward=len, rollout={"precision": "fp8"})
+    assert isinstance(own.config.engine, NativeEngine)
 
 
 def test_what_drafters_need_of_an_engine(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
