@@ -65,6 +65,8 @@ class EngineError(AsyncRLError, RuntimeError):
 class DrafterError(AsyncRLError, RuntimeError):
     """The drafter trains no more; engines keep the heads that they have, and the run goes on."""
 
+    exit_code = 4
+
 
 class ActorError(AsyncRLError, RuntimeError):
     """An actor died; the message names it and the call that was under way."""

@@ -44,14 +44,12 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
     what, _, where = str(error).removesuffix("`").replace("[...]", "[*]").partition(" - at `$.")
     info: Any = _tree(_structs(inspect.type_info(struct)), raw)
     value: Any = raw
-    whole, _, inside = where.partition("[...]")  # a value of a mapping, whose key msgspec does not say
-    for key in whole.split(".") if whole else ():
+    for key in where.split(".") if where else ():
         name, *indices = key.replace("]", "").split("[")  # `reject[0]` is an item of a list
         info, value = info[name], value[name]
         if "*" in indices:  # `sources[*]` is an item whose name msgspec does not tell
-            below = _structs(info.value_type)
-            name, value = _refused_item(value, below[0])
-            info, where = _tree(below, value), where.replace("[*]", f".{name}", 1)
+            name, value = _refused_item(value, info.value_type)
+            info, where = _tree(_structs(info.value_type), value), where.replace("[*]", f".{name}", 1)
             continue
         for index in filter(str.isdecimal, indices):
             value = value[int(index)]
@@ -61,8 +59,6 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
         key = ".".join(filter(None, (where, what.split("`")[1])))
         return f"{key} is required: give it as {key}=VALUE"
     hint = ""
-    if inside:
-        return f"{where}: {what[0].lower()}{what[1:]}, in {whole}={value}"
     if isinstance(info, inspect.LiteralType):
         hint = f"; use one of {', '.join(map(str, info.values))}"
     elif isinstance(info, inspect.StrType) and isinstance(value, int | float):
@@ -70,9 +66,14 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
     return f"{where}={value}: {what[0].lower()}{what[1:]}{hint}"
 
 
-def _refused_item(items: Mapping[str, Any], struct: inspect.StructType) -> tuple[str, Any]:
-    """The first one that is no `struct`."""
+def _refused_item(items: Mapping[str, Any], wanted: inspect.Type) -> tuple[str, Any]:
+    """The first one that is no `wanted`: settings, or a text where that stands for some."""
+    members = wanted.types if isinstance(wanted, inspect.UnionType) else (wanted,)
+    takes_text = any(isinstance(member, inspect.StrType) for member in members)
+    (struct,) = _structs(wanted)
     for name, item in items.items():
+        if takes_text and isinstance(item, str):
+            continue
         try:
             msgspec.convert(item, struct.cls)
         except msgspec.ValidationError:

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -43,8 +43,21 @@ REQUIRED = {
     "code": {"path": "somewhere"},
     "reasoning_gym": {"dataset": "chain_sum"},
     "verifiers": {"environment": "somewhere"},
+    "mix": {"sources": {"some": {"task": {"type": "chains"}}}},
     "custom": {"function": "package.module:function"},
 }
+
+
+def required(key: str, tag: str) -> list[str]:
+    """As overrides."""
+    return [f"{key}.{name}={written(value)}" for name, value in REQUIRED.get(tag, {}).items()]
+
+
+def written(value: Any) -> str:
+    """In Hydra's grammar."""
+    if not isinstance(value, dict):
+        return str(value)
+    return "{" + ", ".join(f"{name}: {written(each)}" for name, each in cast(dict[str, Any], value).items()) + "}"
 
 
 @pytest.fixture
@@ -106,7 +119,7 @@ def test_every_field_can_be_set_without_a_plus() -> None:
 )
 def test_every_union_member_has_its_file_and_its_fields(key: str, member: inspect.StructType) -> None:
     tag = str(member.tag)
-    settings = member.cls(**REQUIRED.get(tag, {}))
+    settings = msgspec.convert({"type": tag, **REQUIRED.get(tag, {})}, member.cls)
     fields = [f"{key}.{path}={literal(value)}" for path, value in leaves(msgspec.to_builtins(settings))]
     assert getattr(compose([*beside(key, tag), f"{key}={tag}", *fields]), key) == settings
 
@@ -138,7 +151,7 @@ def test_experiments_compose_with_every_choice(experiment: Path) -> None:
     for key, members in UNIONS.items():
         for member in members:
             tag = str(member.tag)
-            fields = [f"{key}.{name}={value}" for name, value in REQUIRED.get(tag, {}).items()]
+            fields = required(key, tag)
             compose([*base, *beside(key, tag), f"{key}={tag}", *fields])
 
 

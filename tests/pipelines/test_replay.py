@@ -42,7 +42,7 @@ def test_a_run_that_was_killed_and_resumed_replays_to_the_same_weights(tmp_path:
     assert other.out.splitlines()[-1].startswith("different: 5 steps again")
 
     for words, said in {
-        "engine=fake": "engine=fake cannot be changed here; algorithm, correction, trainer can",
+        "engine=fake": "engine=fake cannot be changed here; algorithm, correction, trainer, distill can",
         "trainer.lrr=1": "did you mean trainer.lr?",
         "trainer.lr=-1": "trainer.lr=-1",
     }.items():

@@ -45,6 +45,9 @@ def chats(tmp_path: Path) -> Path:
     return tmp_path
 
 
+SUPERVISED: dict[str, Any] = {"pipeline": "sft", "rollout": {"replicas": 0}, "sft": {"path": "x"}}
+
+
 def write(directory: Path, rows: Sequence[Any], name: str = "chats.jsonl") -> str:
     path = directory / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -56,8 +59,9 @@ def run(path: str, *, seed: int = 0, steps: int = 1, chat: bool = False, system:
         {
             "seed": seed,
             "steps": steps,
+            "pipeline": "sft",
             "algorithm": {"type": "sft"},
-            "rollout": {"group_size": 1, "chat": chat, "system": system},
+            "rollout": {"replicas": 0, "group_size": 1, "chat": chat, "system": system},
             "flow": {"groups_per_step": 4},
             "sft": {"path": path, "held_out": 0.0, **sft},
         }
@@ -344,9 +348,9 @@ def test_a_bad_table_is_named(chats: Path) -> None:
     ("raw", "said"),
     [
         ({"sft": {"max_length": 9}}, "sft.* is set and sft.path is not: name the examples"),
-        ({"sft": {"path": "x"}}, "sft.path=x: algorithm=grpo learns from samples with rewards, and examples have none"),
+        (SUPERVISED, "sft.path=x: algorithm=grpo learns from samples with rewards, and examples have none"),
         (
-            {"sft": {"path": "x"}, "algorithm": {"type": "sft"}},
+            SUPERVISED | {"algorithm": {"type": "sft"}},
             "rollout.group_size=8: an example is a group of its own; set rollout.group_size=1",
         ),
         (
