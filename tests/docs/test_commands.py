@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -95,8 +95,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+DAILY = ("README.md", "docs/index.md", "docs/pipelines.md", "docs/commands.md")
+"""Of the others it takes minutes."""
+
+
+def pages() -> Iterator[Any]:
+    for page in (str(page.relative_to(ROOT)) for page in PAGES if shown(page)):
+        yield pytest.param(page, marks=() if page in DAILY else pytest.mark.slow)
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if shown(page)])
+@pytest.mark.parametrize("page", pages())
 def test_commands_work(page: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(world, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

@@ -64,6 +64,7 @@ def _gap(found: list[Answer], expected: list[Answer]) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="the same is tested on the GPU")
 def test_kernels_in_the_interpreter() -> None:
     """In a process of its own: whether kernels are compiled or interpreted is decided when they are imported."""
