@@ -30,7 +30,7 @@ class ObservedRoutes:
         if layer in self._chosen:  # it is computed again, and scores that were equal may be so no more
             return self._chosen[layer].long()
         if self._replayed_T_L_C is None:
-            chosen_T_C = scores_T_X.topk(self._shape.active, dim=-1).indices
+            chosen_T_C = scores_T_X.detach().topk(self._shape.active, dim=-1).indices
             self._chosen[layer] = chosen_T_C.to(torch.int16)
         else:
             self._chosen[layer] = self._replayed_T_L_C[:, self._place[layer]]
