@@ -83,7 +83,7 @@ def _alone(learner: Learner, groups: Sequence[Group]) -> tuple[float, list[torch
     parameters = [p for p in learner.model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(total, parameters, allow_unused=True) if total.requires_grad else []
     found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=False)]
-    return float(total.detach()) / count, found, count
+    return float(total.detach()) / max(count, 1), found, count
 
 
 @settings(deadline=None, max_examples=12)
@@ -111,6 +111,9 @@ def _check_loss(learner: Learner, groups: Sequence[Group], packing: Packing) -> 
     expected, gradients, tokens = _alone(learner, groups)
     blocks = with_advantages(RUN, groups)
     assert tokens == sum(t.sampled_tokens for group in groups for t in group.trajectories)
+    if not blocks:  # all that was sampled has the same reward
+        assert not any(its.any() for its in gradients)
+        return
     total = torch.zeros(())
     for batch in pack(blocks, 60, packing):
         logp = learner.token_logprobs(batch)
