@@ -16,7 +16,7 @@ PROMPTS = 8
 
 def _examples(run: Run) -> list[str]:
     """What a supervised start is to be trained on; ConfigError if a row is wrong. A model that is made with the run
-    has no tokenizer yet: then the run itself says so."""
+    has no tokenizer yet: then the examples are first read when the run begins."""
     if (directory := run.model.directory) is None:
         return []
     from asyncrl.supervised.examples import load_examples

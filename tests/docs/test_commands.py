@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -99,9 +99,9 @@ DAILY = ("README.md", "docs/index.md", "docs/pipelines.md", "docs/commands.md")
 """Of the others it takes minutes."""
 
 
-def pages() -> Iterator[Any]:
-    for page in (str(page.relative_to(ROOT)) for page in PAGES if shown(page)):
-        yield pytest.param(page, marks=() if page in DAILY else pytest.mark.slow)
+def pages() -> list[Any]:
+    found = [str(page.relative_to(ROOT)) for page in PAGES if shown(page)]
+    return [pytest.param(page, marks=() if page in DAILY else pytest.mark.slow) for page in found]
 
 
 @pytest.mark.timeout(200)

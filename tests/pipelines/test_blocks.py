@@ -7,29 +7,15 @@ import pytest
 
 from asyncrl.errors import ConfigError, UserCodeError
 from asyncrl.training.checkpoint import numbered
-from pipelines.compose import compose, from_yaml
+from pipelines.compose import compose
 from tests.support import quickstart_runs
 from tests.support.command import asyncrl
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pipeline.py"
-OWN = """
-class EndsEarly:
-    def __init__(self, blocks):
-        self.blocks = blocks
+CLASS = "UntilGoodEnough"
+MISTAKEN = """
 
-    async def run(self):
-        blocks = self.blocks
-        async with blocks.running(blocks.generate()):
-            for step in blocks.steps:
-                async for groups in blocks.groups(step):
-                    await blocks.accumulate(groups)
-                blocks.publish_soon(await blocks.update())
-                await blocks.finish(step)
-                if step == 1:
-                    break
-
-
-class Mistaken(EndsEarly):
+class Mistaken(UntilGoodEnough):
     async def run(self):
         blocks = self.blocks
         async with blocks.running(blocks.generate()):
@@ -40,15 +26,18 @@ class Mistaken(EndsEarly):
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
+    """The example, which looks after two steps whether the model is good enough, and finds that it is."""
+    text = EXAMPLE.read_text()
+    assert len(text.splitlines()) <= 60
     path = tmp_path / "mine.py"
-    path.write_text(OWN)
+    path.write_text(text.replace("ENOUGH = 0.6", "ENOUGH = 0.0").replace("LOOK_EVERY = 5", "LOOK_EVERY = 2") + MISTAKEN)
     return path
 
 
 def test_the_last_step_of_a_pipeline_that_ends_early_is_served_saved_and_evaluated(
     own: Path, tmp_path: Path, model: Path
 ) -> None:
-    quickstart_runs.run(tmp_path, model, f"pipeline={own}:EndsEarly", "steps=9", "checkpoint.every=0")
+    quickstart_runs.run(tmp_path, model, f"pipeline={own}:{CLASS}", "steps=9", "checkpoint.every=0")
     summary = quickstart_runs.summary(tmp_path)
     assert (summary["status"], summary["steps"]) == ("ok", 2)
     assert [step for step, _ in numbered(tmp_path / "run" / "checkpoints")] == [2]
@@ -63,7 +52,7 @@ def test_the_last_step_of_a_pipeline_that_ends_early_is_served_saved_and_evaluat
 
 def test_it_is_killed_resumed_checked_and_replayed_like_ours(own: Path, tmp_path: Path, model: Path) -> None:
     """Its class stands in the recorded settings, under a path that holds from anywhere."""
-    killed = quickstart_runs.start(tmp_path, model, f"pipeline={own}:EndsEarly", "steps=9")
+    killed = quickstart_runs.start(tmp_path, model, f"pipeline={own}:{CLASS}", "steps=9")
     quickstart_runs.kill_after_step(killed, tmp_path, 1)
     quickstart_runs.resume(tmp_path / "run")
     assert quickstart_runs.summary(tmp_path)["steps"] == 2
@@ -77,7 +66,7 @@ def test_a_mistake_in_it_is_told_with_its_line(own: Path, tmp_path: Path, model:
     done = asyncrl(*quickstart_runs.command(tmp_path, model, f"pipeline={own}:Mistaken")[1:])
     assert done.code == UserCodeError.exit_code
     assert f"pipeline={own}:Mistaken: AttributeError" in done.err
-    line = OWN.splitlines().index("                await blocks.acumulate(step)") + 1
+    line = own.read_text().splitlines().index("                await blocks.acumulate(step)") + 1
     assert f"({own}:{line})" in done.err
     assert "await blocks.acumulate(step)" in done.err
 
@@ -90,20 +79,18 @@ def test_a_pipeline_that_does_not_exist(own: Path, tmp_path: Path, model: Path) 
     assert f"pipeline={own}:Nothing cannot be used" in done.err
 
 
-def test_the_example_ends_when_it_is_good_enough(tmp_path: Path, model: Path) -> None:
-    """What it calls enough is lowered: the model of the tests is hardly any good."""
-    (tmp_path / "own_pipeline.py").write_text(EXAMPLE.read_text().replace("ENOUGH = 0.6", "ENOUGH = 0.0"))
-    quickstart_runs.run(tmp_path, model, f"pipeline={tmp_path}/own_pipeline.py:UntilGoodEnough", "steps=9")
-    assert quickstart_runs.summary(tmp_path)["steps"] == 5
-    assert from_yaml(tmp_path / "run" / "config.yaml").pipeline.endswith("own_pipeline.py:UntilGoodEnough")
-    assert len(EXAMPLE.read_text().splitlines()) <= 60
-
-
 def test_supervised_starts_are_resumed_and_replayed_as_runs_are(tmp_path: Path, model: Path) -> None:
-    """Killed after a step, a run ends with the weights of one that was not: the order of examples needs no history."""
+    """Killed after a step, a run ends with the weights of one that was not: the order of examples needs no history. A
+    step is one take: in several, their sums are rounded by how many examples happened to be there for each."""
     rows = [{"prompt": f"a{n}b+1=", "completion": f"b{n + 1}"} for n in range(24)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ("pipeline=sft", f"sft.path={tmp_path}/sums.jsonl", "rollout.group_size=1", "steps=6")
+    settings = (
+        "pipeline=sft",
+        f"sft.path={tmp_path}/sums.jsonl",
+        "rollout.group_size=1",
+        "steps=6",
+        "flow.groups_per_take=4",
+    )
     quickstart_runs.run(tmp_path / "whole", model, *settings, "evaluation.every=3")
     killed = quickstart_runs.start(tmp_path / "killed", model, *settings)
     quickstart_runs.kill_after_step(killed, tmp_path / "killed", 2)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def steps_done(root: Path) -> int:
 
 
 def last_words(root: Path) -> str:
-    return (root / "err").read_text().strip().splitlines()[-1]
+    """Behind them, a driver that ends may have lines of Ray's own log, with a date and a line of its source."""
+    lines = (root / "err").read_text().strip().splitlines()
+    return [line for line in lines if not re.match(r"\[\d{4}-\d\d-\d\d .*\.cc:\d+: ", line)][-1]
 
 
 def finishes(root: Path, steps: int) -> None:
@@ -284,8 +287,8 @@ def test_sigterm_at_any_moment_on_ray(moment: int, tmp_path: Path, model: Path) 
     said = (tmp_path / "err").read_text()
     assert "Traceback" not in said
     assert "***" not in said, "no stack of Ray"
-    if not (tmp_path / "run" / "config.yaml").exists():  # it had not begun
-        assert code in (128 + signal.SIGTERM, 130)
+    if not (tmp_path / "run" / "config.yaml").exists():  # it had not begun, or even had no handlers of signals yet
+        assert code in (128 + signal.SIGTERM, 130, -signal.SIGTERM)
         return
     assert code == StoppedError.exit_code, said
     done, saved = steps_done(tmp_path), sorted((tmp_path / "run").glob("checkpoints/step-*"))
