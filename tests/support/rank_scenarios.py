@@ -31,6 +31,13 @@ TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 THROUGH, PADDED = "through", "padded"
 PPO = Ppo(critic_warmup_steps=0)
 MANIFEST = TrainingManifest(step=0, samples_trained=0, consumed=())
+ON_A_CARD = 1e-4
+"""fp32 sums there have another order in batches of another size; the scores of experts are the most sensitive."""
+
+
+def _exact(learner: Learner) -> float:
+    """Largest difference from what one rank computes in fp32."""
+    return 1e-5 if learner.device.type == "cpu" else ON_A_CARD
 
 
 def _both(folder: Path, ranks: Ranks, run: Run = RUN, model: str = TIED) -> tuple[Learner, Learner]:
@@ -48,13 +55,14 @@ def _close(one: Learner, all_of_it: Learner, tolerance: float) -> None:
     names = [name for name, parameter in one.model.named_parameters() if parameter.requires_grad]
     for name, mine, theirs in zip(names, gradients_of(one), gradients_of(all_of_it), strict=True):
         whole = all_of_it.ranks.whole(theirs) * all_of_it.ranks.world
-        assert torch.allclose(whole, mine, rtol=0, atol=tolerance * float(mine.abs().max())), name
+        assert float((whole - mine).abs().max()) <= tolerance * float(mine.abs().max()), name
 
 
 def gradients(ranks: Ranks, folder: Path) -> None:
     """Of any number of groups, in few and in many tokens; of one sample there is work for one rank only."""
     one_sample = [msgspec.structs.replace(make_groups(1)[0], trajectories=make_groups(1)[0].trajectories[1:2])]
-    kl = msgspec.structs.replace(RUN, algorithm=Grpo(kl=Kl(coefficient=0.1)))  # a lone sample has no advantage
+    # A lone sample has no advantage, and of the first weights the KL has no gradient.
+    kl = msgspec.structs.replace(RUN, algorithm=Grpo(kl=Kl(coefficient=0.1), entropy=0.1))
     recomputed = msgspec.structs.replace(RUN, trainer=Trainer(token_budget=60, checkpoint_activations=True))
     small = msgspec.structs.replace(RUN, trainer=Trainer(token_budget=120))
     scenes = [(small, TIED, make_groups(5)), (recomputed, UNTIED, make_groups(3)), (kl, UNTIED, one_sample)]
@@ -64,7 +72,7 @@ def gradients(ranks: Ranks, folder: Path) -> None:
         for learner in (one, several):
             learner.accumulate(groups[:2])
             learner.accumulate(groups[2:])
-        _close(one, several, 1e-5)
+        _close(one, several, _exact(one))
 
 
 def on_data(ranks: Ranks, folder: Path) -> None:
@@ -80,7 +88,7 @@ def on_data(ranks: Ranks, folder: Path) -> None:
             for learner in (one, several):
                 learner.accumulate(make_groups(3, seed))
                 assert learner.loss(held_out[:2]) > 0  # in the middle of a step
-            _close(one, several, 1e-5)
+            _close(one, several, _exact(one))
             assert one.step().loss == pytest.approx(several.step().loss, abs=1e-5)
 
 
@@ -91,10 +99,11 @@ def log_probs(ranks: Ranks, folder: Path) -> None:
         for length in range(7):
             turns = [Segment.sampled([3, 1, 4], [-3.0] * 3, 0), Segment.given([1, 5] * length + [9, 2])]
             blocks = [block(_with_turns(group, turns), [1.0] * 4) for group in make_groups(2, length)]
-            for batch in (each.to(one.device) for each in pack(blocks, 120)):
+            for batch in pack(blocks, 120):
                 assert ranks.context is not None
-                found = several.token_logprobs(batch.shared(ranks.context))
-                assert float((found - one.token_logprobs(batch)).detach().abs().max()) < 1e-5, (model, length)
+                found = several.token_logprobs(batch.shared(ranks.context).to(several.device))
+                gap = (found - one.token_logprobs(batch.to(one.device))).detach().abs().max()
+                assert float(gap) < 1e-5, (model, length)
 
 
 def balancing(ranks: Ranks, folder: Path) -> None:
@@ -104,7 +113,7 @@ def balancing(ranks: Ranks, folder: Path) -> None:
     one, several = _both(folder, ranks, run, EXPERTS)
     for learner in (one, several):
         learner.accumulate(make_groups(3))
-    _close(one, several, 1e-5)
+    _close(one, several, _exact(one))
     mine, theirs = one.step(), several.step()
     for name in ("router_aux_loss", "entropy", "expert_load_max"):
         assert mine.figures[name] == pytest.approx(theirs.figures[name], rel=1e-5), name
@@ -121,7 +130,7 @@ def expert_gradients(ranks: Ranks, folder: Path) -> None:
     reference; with layers that are computed again; with a critic."""
     replay = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"), trainer=Trainer(token_budget=120))
     recomputed = msgspec.structs.replace(replay, trainer=Trainer(token_budget=60, checkpoint_activations=True))
-    balanced = msgspec.structs.replace(RUN, algorithm=Grpo(kl=Kl(coefficient=0.1)))
+    balanced = msgspec.structs.replace(RUN, algorithm=Grpo(kl=Kl(coefficient=0.1), entropy=0.1))
     bf16 = msgspec.structs.replace(replay, trainer=Trainer(dtype="bf16"))
     lone = [msgspec.structs.replace(make_groups(1)[0], trajectories=make_groups(1)[0].trajectories[1:2])]
     scenes = [(replay, make_groups(4)), (recomputed, make_groups(3)), (balanced, make_groups(2)), (balanced, lone)]
@@ -130,7 +139,7 @@ def expert_gradients(ranks: Ranks, folder: Path) -> None:
         for learner in (one, several):
             learner.accumulate(groups[:2])
             learner.accumulate(groups[2:])
-        _close(one, several, 0.02 if run is bf16 else 1e-5)
+        _close(one, several, 0.02 if run is bf16 else _exact(one))
 
 
 def expert_steps(ranks: Ranks, folder: Path) -> None:
@@ -385,7 +394,7 @@ def of_transformers(ranks: Ranks, folder: Path) -> None:
         assert one.model.packing == several.model.packing == ("padded" if padded else "packed")
         for learner in (one, several):
             learner.accumulate(make_groups(3))
-        _close(one, several, 1e-5)
+        _close(one, several, _exact(one))
         assert abs(one.step().loss - several.step().loss) < 1e-5
         saved = checkpoint.save(several, folder / f"saved-{model}", MANIFEST, model_path=folder / model, keep=1)
         checkpoint.restore(one, saved)
