@@ -73,6 +73,7 @@ class TransformersModel(PolicyModel):
         self.packing: Packing = "packed"
         self._layout = file_layout(self.inner, tensor_sizes(directory))
         self._recomputed = 0
+        self._compiled = False
         self._adapted: list[Adapted] = []
         embedding.register_forward_hook(_widen)
         trained = {id(each) for module in (self.decoder, embedding, head) if module for each in module.parameters()}
@@ -101,6 +102,8 @@ class TransformersModel(PolicyModel):
         assert sum(map(len, rows)) == len(tokens_T), "samples share tokens, which attention of transformers cannot"
         if execution is not None:
             self._recompute(execution.recomputed)
+            if execution.compiled and not self._compiled:
+                self._compile()
         layout = _in_rows(rows, packed=self.packing == "packed")
         source_N_L, positions_N_L, place_T = (torch.from_numpy(each).to(tokens_T.device) for each in layout)
         found: tuple[Tensor, ...] = self(tokens_T[source_N_L], positions_N_L, every=taps is not None)
@@ -132,6 +135,15 @@ class TransformersModel(PolicyModel):
         for index, block in enumerate(self.blocks()):
             cast(Any, block).gradient_checkpointing = index < layers
             block.train(index < layers)  # transformers asks for it; nothing is dropped (`_empty`)
+
+    def _compile(self) -> None:
+        """Each layer for itself: all are one graph, with the adapters in it and FSDP's hooks around it. What experts
+        compute depends on how many tokens each has, and states that run through a row are loops: no graph is good at
+        these."""
+        self._compiled = True
+        if self.config.experts is None and self.packing == "packed":
+            for block in self.blocks():
+                block.forward = torch.compile(block.forward, dynamic=True)
 
     @property
     def output_matrix(self) -> Tensor:

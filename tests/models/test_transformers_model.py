@@ -78,6 +78,27 @@ def test_a_family_is_the_one_of_transformers(family: str, tmp_path: Path) -> Non
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in again.state_dict().items())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
+@pytest.mark.parametrize("recomputed", [0, 2])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "qwen3_next"])
+def test_compiled_layers_change_nothing(family: str, recomputed: int, tmp_path: Path) -> None:
+    """With an adapter in them. Layers that are not compiled are left as they are."""
+    tiny_family(tmp_path, family)
+    found: list[list[Tensor]] = []
+    for execution in (Execution(recomputed), Execution(recomputed, compiled=True)):
+        model = _loaded(tmp_path)
+        model.adapt(Lora(rank=2, targets=("down_proj",)), torch.Generator().manual_seed(0))
+        states = [_states(model, execution=execution) for _ in range(2)]
+        (states[0].square().sum() + states[1].sum()).backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        found.append([*(each.detach() for each in states), *gradients])
+        graphs = [each for each in model.blocks() if "forward" in vars(each)]
+        assert len(graphs) == (len(model.blocks()) if execution.compiled and family != "qwen3_next" else 0)
+    assert len(found[0]) > 10
+    assert all(_close(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("family", ["gemma2", "granite", "qwen3_next"])
 def test_chunks_of_logits_and_layers_computed_again_change_nothing(family: str, tmp_path: Path) -> None:
     """And nothing is dropped out, whatever the config says."""
