@@ -34,7 +34,12 @@ def run_schedule(seed: int) -> World:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 3000), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds",
+    [
+        pytest.param(range(100), id="few"),
+        pytest.param(range(100, 1000), id="more", marks=pytest.mark.slow),
+        pytest.param(range(1000, 4000), id="many", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.timeout(1800)
 def test_promises_hold_under_every_schedule(seeds: range) -> None:

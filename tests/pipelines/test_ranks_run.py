@@ -15,7 +15,13 @@ from tests.support import quickstart_runs
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("shared", [(), ("trainer.context_parallel=2",)], ids=["samples", "tokens"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param((), id="samples"),
+        pytest.param(("trainer.context_parallel=2",), id="tokens", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rank_is_killed_and_all_of_them_come_back(shared: tuple[str, ...], tmp_path: Path, model: Path) -> None:
     process = quickstart_runs.start(tmp_path, model, "cluster=local", "trainer.ranks=2", "steps=5", *shared)
     run = tmp_path / "run"

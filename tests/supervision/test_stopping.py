@@ -25,6 +25,10 @@ SMALL = (
     "rollout.group_size=4", "rollout.max_tokens=24", "evaluation.prompts=0",
 )  # fmt: skip
 ENDLESS = "steps=100000"
+AGENTS = ("DashboardAgent", "RuntimeEnvAgent")
+"""Of Ray, beside its nodes: the raylet ends with each of them."""
+EARLIER = (("gcs_server", 0.0), ("gcs_server", 1.5), ("raylet", 0.0))
+"""What of Ray is lost while it starts, and how many seconds after it has begun."""
 
 
 def start(root: Path, model: Path, *overrides: str) -> "subprocess.Popen[str]":
@@ -271,7 +275,9 @@ def test_a_signal_in_a_warm_start_ends_the_run_and_the_next_attempt_makes_the_mo
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("moment", range(20))
+@pytest.mark.parametrize(
+    "moment", [each if each % 5 == 2 else pytest.param(each, marks=pytest.mark.nightly) for each in range(20)]
+)
 def test_sigterm_at_any_moment_on_ray(moment: int, tmp_path: Path, model: Path) -> None:
     """From start-up to many steps later, with a checkpoint, a publication or an evaluation every few steps."""
     process = start(
@@ -300,7 +306,9 @@ def test_sigterm_at_any_moment_on_ray(moment: int, tmp_path: Path, model: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("victim", ["gcs_server", "raylet", "DashboardAgent", "RuntimeEnvAgent"])
+@pytest.mark.parametrize(
+    "victim", ["gcs_server", "raylet", *(pytest.param(agent, marks=pytest.mark.nightly) for agent in AGENTS)]
+)
 def test_a_run_that_loses_ray_goes_on_with_another(victim: str, tmp_path: Path, model: Path) -> None:
     process = start(tmp_path, model, "steps=12", "cluster=local", "checkpoint.every=2")
     until(lambda: steps_done(tmp_path) > 3, process)
@@ -317,7 +325,8 @@ def test_a_run_that_loses_ray_goes_on_with_another(victim: str, tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("victim", "delay_s"), [("gcs_server", 0.0), ("gcs_server", 1.5), ("raylet", 0.0), ("raylet", 6.0)]
+    ("victim", "delay_s"),
+    [("raylet", 6.0), *(pytest.param(*each, marks=pytest.mark.nightly) for each in EARLIER)],
 )
 def test_ray_that_is_lost_at_the_start_ends_the_command_soon_and_with_a_sentence(
     victim: str, delay_s: float, tmp_path: Path, model: Path
