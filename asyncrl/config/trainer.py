@@ -54,7 +54,8 @@ class Trainer(Settings, frozen=True):
     """Precision of the computation; master weights are always fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse the layers, the logits and the update with torch.compile. `auto` does it on a GPU where there is a C
-    compiler; the first steps of a run then take up to a minute more."""
+    compiler; the first steps of a run then take up to a minute more. Layers of a model of transformers are only
+    compiled with `on`."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit` keeps a byte instead of four for each moment: 6 bytes less a parameter, and approximate."""
     offload: Literal["none", "optimizer"] = "none"

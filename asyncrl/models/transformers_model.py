@@ -102,7 +102,7 @@ class TransformersModel(PolicyModel):
         assert sum(map(len, rows)) == len(tokens_T), "samples share tokens, which attention of transformers cannot"
         if execution is not None:
             self._recompute(execution.recomputed)
-            if execution.compiled and not self._compiled:
+            if execution.their_layers and not self._compiled:
                 self._compile()
         layout = _in_rows(rows, packed=self.packing == "packed")
         source_N_L, positions_N_L, place_T = (torch.from_numpy(each).to(tokens_T.device) for each in layout)

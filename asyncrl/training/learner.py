@@ -171,7 +171,7 @@ class Learner:
         whole = self.model_config.experts is None and self.model_config.backend == "native"
         flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole and self.ranks.context is None
         again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
-        return Execution(again, compile, flash)
+        return Execution(again, compile, flash, their_layers=self._settings.compile == "on")
 
     def _reset(self) -> None:
         self._samples = self._tokens = 0
