@@ -165,6 +165,9 @@ class TrainerActor:
         return max(wave, default=0.0)
 
     async def step(self) -> StepReport:
+        if self._saving.copying:
+            copied = self._saving.copied()
+            await self._activity.during(f"the copy for the checkpoint of step {self._learner.version}", copied)
         with self._at_work(), self._activity.doing(f"the update after version {self._learner.version}"):
             report = self._learner.step(self._guardrails.check)
         self._send_hidden()
@@ -191,14 +194,14 @@ class TrainerActor:
         return msgspec.structs.replace(manifest, probe=Probe(prompts, found, probe.tolerance(self._run)))
 
     async def save(self) -> Path:
-        """Copy the state and begin to write it; `saved` waits for the end."""
+        """Begin to copy the state and to write it; the next update waits for the copy, `saved` for the end."""
         manifest = TrainingManifest(
             step=self._learner.version,
             samples_trained=self._samples_trained,
             consumed=self._consumed.ranges,
             earlier=self._consumed.earlier,
         )
-        with self._activity.doing(f"a copy for the checkpoint of step {self._learner.version}"):
+        with self._activity.doing(f"the checkpoint of step {self._learner.version}"):
             return await self._saving.save(self._learner, manifest)
 
     async def saved(self) -> int:

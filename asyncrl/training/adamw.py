@@ -208,6 +208,18 @@ class AdamW(torch.optim.Optimizer):
         return join(parameter.detach(), half.to(self._device).view(parameter.shape))
 
     @torch.no_grad()
+    def master_copy(self, parameter: nn.Parameter) -> Tensor:
+        """The same as a copy in the host's memory, joined there: beside training the card has no room for it."""
+        half = self.state[parameter].get(HALF)
+        if half is None:
+            return parameter.detach().to("cpu", torch.float32, copy=True)
+        found, weight = torch.empty(parameter.shape), parameter.detach().view(-1)
+        for begin in range(0, parameter.numel(), PIECE):
+            piece = slice(begin, begin + PIECE)
+            found.view(-1)[piece] = join(weight[piece].cpu(), half[piece].cpu())
+        return found
+
+    @torch.no_grad()
     def set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         half = self.state[parameter].get(HALF)
         if half is None:

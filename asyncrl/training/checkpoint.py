@@ -2,8 +2,7 @@
 
 `checkpoints/step-N/` is written beside its final name, synced, and renamed: it is either whole or absent. Everything
 is safetensors or JSON, nothing is pickled. The consumed groups stand in the same manifest as the optimizer state, so
-a resumed run trains on each group exactly once. `snapshot` copies what is to be saved, and `background_save`
-writes the copy while training goes on.
+a resumed run trains on each group exactly once. `background_save` copies and writes while training goes on.
 
 Of several ranks each writes files of its own, of about as many bytes, and reads its part of whatever files there are: a
 checkpoint can be continued with any number of ranks. Tensors are gathered one after the other and kept, whole, by the
@@ -39,6 +38,7 @@ from asyncrl.training.checkpoint_manifest import TrainingManifest, numbered, rea
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import TensorFiles, read_parts, read_rows
+from asyncrl.training.export import on_host
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import FLOAT
 
@@ -77,27 +77,36 @@ class Snapshot(NamedTuple):
 
 def save(learner: Learner, directory: Path, manifest: TrainingManifest, *, model_path: Path, keep: int) -> Path:
     """Write `step-N` under `directory` and delete all but the `keep` newest. Every rank has to call it."""
+    manifest = filled(manifest, learner)
     if learner.ranks.world == 1:
         return snapshot(learner, manifest, copy=False).write(directory, model_path, keep)
-    return _save_ranks(learner, directory, _filled(manifest, learner), model_path, keep)
+    return _save_ranks(learner, directory, manifest, model_path, keep)
 
 
 def snapshot(learner: Learner, manifest: TrainingManifest, *, copy: bool) -> Snapshot:
-    """Of a learner of one rank. Without `copy` it has to be written before the next step."""
+    """Of a learner of one rank. Without `copy` it has to be written before the next update, and with it an update has
+    to wait until this returns; forwards and backwards change nothing that is copied."""
     learner.settle()
     critic: dict[str, Tensor] = {}
     if (own := learner.critic) is not None:
         critic = dict(own.named_parameters()) | _optimizer_tensors(own, own.optimizer)
-    weights, optimizer = learner.tensors(), _optimizer_tensors(learner.model, learner.optimizer)
+    optimizer = _optimizer_tensors(learner.model, learner.optimizer)
     return Snapshot(
         model=learner.model,
-        manifest=_filled(manifest, learner),
-        weights=list(_copies(weights)) if copy else weights,
-        optimizer=dict(_copies(optimizer.items())) if copy else optimizer,
-        critic=dict(_copies(critic.items())) if copy else critic,
+        manifest=manifest,
+        weights=list(learner.copies()) if copy else learner.tensors(),
+        optimizer=_copies(optimizer) if copy else optimizer,
+        critic=_copies(critic) if copy else critic,
         adapters=_adapters(learner),  # few, and gathered into tensors of their own
         lora=learner.lora,
     )
+
+
+def filled(manifest: TrainingManifest, learner: Learner) -> TrainingManifest:
+    """With what the learner has seen up to its last update."""
+    seen = learner.caution.least
+    seen = seen if math.isfinite(seen) else None
+    return msgspec.structs.replace(manifest, least_drift=seen, momentum_ages=learner.momentum.ages)
 
 
 def snapshot_bytes(learner: Learner) -> int:
@@ -110,15 +119,8 @@ def snapshot_bytes(learner: Learner) -> int:
     return weights + sum(tensor.nbytes for tensor in moments)
 
 
-def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield name, tensor.detach().to("cpu", copy=True)
-
-
-def _filled(manifest: TrainingManifest, learner: Learner) -> TrainingManifest:
-    seen = learner.caution.least
-    seen = seen if math.isfinite(seen) else None
-    return msgspec.structs.replace(manifest, least_drift=seen, momentum_ages=learner.momentum.ages)
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: on_host(tensor) for name, tensor in tensors.items()}
 
 
 def _save_ranks(learner: Learner, directory: Path, manifest: TrainingManifest, model_path: Path, keep: int) -> Path:

@@ -39,12 +39,30 @@ class Export:
             return hf_tensors(self._model)
         return (pair for own, parts in self._model.parts() for pair in cut(self.weight(own, parts), parts))
 
+    def copies(self, master: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The same of one rank, copied to the host's memory and put together there."""
+        for own, parts in self._model.parts():
+            yield from cut(self._copy(own, parts, master), parts)
+
+    def _copy(self, own: str, parts: tuple[Part, ...], master: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        if self._adapted:
+            return lora.merged(self._model, own, parts, on_host)
+        weight = self._model.weight(own)
+        if isinstance(weight, nn.Parameter):
+            return master(weight)
+        return on_host(weight) if self._model.dtype == torch.float32 else on_host(weight).float()
+
     def source(self, dtype: torch.dtype) -> ShardSource:
         return ShardSource(self._model, self._model.parts(), self.weight, dtype, self._ranks)
 
     def adapters(self) -> AdapterSource:
         """The adapters alone, in fp32: for engines that have the base weights."""
         return AdapterSource(self._model, self._ranks)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()

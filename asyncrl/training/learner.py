@@ -52,7 +52,7 @@ from asyncrl.training.diagnostics import (
 )
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import fill
-from asyncrl.training.export import Export
+from asyncrl.training.export import Export, on_host
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.guardrails import alarms
 from asyncrl.training.hidden_capture import HiddenTap
@@ -487,6 +487,11 @@ class Learner:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The master weights under their Hugging Face names."""
         return self.outgoing.tensors()
+
+    def copies(self) -> Iterator[tuple[str, Tensor]]:
+        """The same as copies in the host's memory, for which the card needs no room. One rank only."""
+        own = self.optimizer
+        return self.outgoing.copies(own.master_copy if isinstance(own, AdamW) else on_host)
 
     def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The same as engines get them; in bf16 these are the very numbers that training computes with."""

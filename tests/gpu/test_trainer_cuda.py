@@ -1,5 +1,6 @@
 """The trainer on a GPU: its own kernels against the plain path, and the memory that was predicted."""
 
+import asyncio
 import gc
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from asyncrl.models.head import bf16_logits, chunked_logprobs
 from asyncrl.models.names import hf_tensors
 from asyncrl.models.packed import Indices, flash, row_attention, span_attention
 from asyncrl.precision.kv_scales import measure
+from asyncrl.training import checkpoint
+from asyncrl.training.background_save import BackgroundSave
 from asyncrl.training.batches import block, pack
+from asyncrl.training.checkpoint_manifest import TrainingManifest
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import Batch, recomputed_layers, training_memory
 from tests.support import needs
@@ -218,6 +222,43 @@ def test_the_peak_is_within_a_tenth_of_the_prediction(
     again = recomputed_layers(run, config, None)
     predicted = training_memory(run, config, batch, recomputed=again, compiled=compile == "on")
     assert predicted.peak == pytest.approx(report.figures["trainer_peak_memory_bytes"] - before, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "fp32"}, {"offload": "optimizer", "optimizer": "adamw_8bit"}, {"lora": {"rank": 4}}],
+    ids=["bf16", "fp32", "offloaded", "adapters"],
+)
+def test_a_checkpoint_that_is_copied_beside_a_backward_is_the_state_before_it(
+    model_path: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """And the copy takes none of the card's memory."""
+    run, groups = _run(_trainer(**settings)), make_groups(24, vocabulary=32_000, longest=200)
+    learner = Learner(model_path, run)
+    for _ in range(2):
+        learner.accumulate(groups)
+        learner.step()
+    expected = {name: tensor.clone() for name, tensor in learner.tensors()}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    manifest = TrainingManifest(step=2, samples_trained=1, consumed=((0, 1),))
+
+    async def scenario() -> None:
+        saving = BackgroundSave(tmp_path, model_path=model_path, keep=1)
+        await saving.save(learner, manifest)
+        await saving.copied()
+        assert torch.cuda.max_memory_allocated() - before < 1 << 20
+        await saving.save(learner, manifest)
+        learner.accumulate(groups)
+        await saving.copied()
+        learner.step()
+        await saving.written()
+        saving.close()
+
+    asyncio.run(scenario())
+    again = Learner(model_path, run)
+    checkpoint.restore(again, tmp_path / "step-2")
+    torch.testing.assert_close(dict(again.tensors()), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

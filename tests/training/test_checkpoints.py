@@ -4,12 +4,15 @@ import asyncio
 import os
 import shutil
 import stat
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.config import Run, Trainer
+from asyncrl.config.trainer import Lora
 from asyncrl.errors import StorageError
 from asyncrl.training import background_save, checkpoint
 from asyncrl.training.background_save import BackgroundSave
@@ -162,6 +165,7 @@ def test_the_next_checkpoint_and_the_end_wait_for_the_one_before(
             train(learner)
             path = await saving.save(learner, manifest(step))
             assert (not memory) <= path.is_dir()
+            await saving.copied()
             if step > 1:
                 assert (tmp_path / f"step-{step - 1}").is_dir()
         await saving.written()
@@ -171,6 +175,41 @@ def test_the_next_checkpoint_and_the_end_wait_for_the_one_before(
     asyncio.run(scenario())
     assert [step for step, _ in numbered(tmp_path)] == [2, 3]
     assert is_restored(tmp_path / "step-3", model_path, weights(learner))
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_forward_and_backward_go_on_beside_the_copy_and_the_update_after_it(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: int
+) -> None:
+    run = Run(trainer=Trainer(lr=1e-3, lora=Lora(rank=lora)))
+    learner, may_copy, now = Learner(model_path, run), threading.Event(), checkpoint.snapshot
+
+    def later(*arguments: Any, **more: Any) -> checkpoint.Snapshot:
+        assert may_copy.wait(60)
+        return now(*arguments, **more)
+
+    monkeypatch.setattr(checkpoint, "snapshot", later)
+
+    async def scenario() -> dict[str, torch.Tensor]:
+        saving = BackgroundSave(tmp_path, model_path=model_path, keep=2)
+        train(learner)
+        expected = weights(learner)
+        await saving.save(learner, manifest(1))
+        learner.accumulate(make_groups(1))
+        assert saving.copying
+        may_copy.set()
+        await saving.copied()
+        learner.step()
+        await saving.written()
+        saving.close()
+        return expected
+
+    expected = asyncio.run(scenario())
+    again = Learner(model_path, run)
+    checkpoint.restore(again, tmp_path / "step-1")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.tensors())
+    train(again)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(again.tensors(), learner.tensors(), strict=True))
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------
