@@ -40,16 +40,16 @@ class BackgroundSave:
         if learner.ranks.world > 1 or checkpoint.snapshot_bytes(learner) > SHARE * available_memory():
             return checkpoint.save(learner, self._directory, manifest, model_path=self._model_path, keep=self._keep)
         manifest = checkpoint.filled(manifest, learner)
-        before = torch.cuda.current_stream(learner.device).record_event() if learner.device.type == "cuda" else None
         self._copying = Future()
-        self._writing = self._thread.submit(self._copy_and_write, learner, manifest, before, self._copying)
+        updated = _work_until_now(learner.device)
+        self._writing = self._thread.submit(self._copy_and_write, learner, manifest, updated, self._copying)
         return self._directory / f"step-{manifest.step}"
 
     def _copy_and_write(
-        self, learner: Learner, manifest: TrainingManifest, before: torch.cuda.Event | None, copying: Future[None]
+        self, learner: Learner, manifest: TrainingManifest, updated: torch.cuda.Event | None, copying: Future[None]
     ) -> Path:
         try:
-            with _own_stream(before):
+            with _own_stream(learner.device, updated):
                 copied = checkpoint.snapshot(learner, manifest, copy=True)
         finally:
             copying.set_result(None)
@@ -74,14 +74,22 @@ class BackgroundSave:
         self._thread.shutdown(wait=True)
 
 
+def _work_until_now(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @contextmanager
-def _own_stream(before: torch.cuda.Event | None) -> Generator[None]:
-    """Of the card, if there is one: behind `before`, beside whatever comes after it, and done at the end."""
-    if before is None:
+def _own_stream(device: torch.device, after: torch.cuda.Event | None) -> Generator[None]:
+    """Of the card, if there is one: behind `after`, beside whatever comes later, and done at the end."""
+    if after is None:
         yield
         return
-    stream = torch.cuda.Stream(before.device)
-    stream.wait_event(before)
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(after)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
