@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from asyncrl.config import Run, Trainer
 from asyncrl.system.user_functions import load_function
 from asyncrl.tasks.registry import make_task
-from benchmarks import correction_overhead, lists, longtail, runs, weight_update
+from benchmarks import checkpoint, correction_overhead, lists, longtail, runs, weight_update
 from benchmarks.fake_nodes import COUNTED
 from benchmarks.peers import trl_grpo
 from benchmarks.runs import Point, reached, steady
@@ -31,6 +31,15 @@ def test_buffer_and_queues_carry_the_same_trajectories() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "queue, array batches" in done.stdout
+
+
+def test_what_a_checkpoint_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--answers", "2", "--tokens", "16", "--repeats", "1", "--device", "cpu", "--directory", str(tmp_path)]
+    checkpoint.main([*words, "trainer.optimizer=adamw_8bit"])
+    said = capsys.readouterr().out
+    assert "s for the copy" in said
+    assert "a checkpoint at a stop" in said
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("mode", longtail.MODES)
