@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from time import perf_counter
 
 import msgspec
 import torch
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.config import Run
 from asyncrl.drafting.checkpoint import head_tensors, load_head, save_head
 from asyncrl.drafting.heads import Head
-from asyncrl.drafting.idle_gate import BusyFlag
+from asyncrl.drafting.idle_gate import LOOK_SECONDS, BusyFlag, IdleGate
 from asyncrl.drafting.learner import Acceptance, DrafterLearner
 from asyncrl.drafting.memory import PART_TOKENS
 from asyncrl.drafting.store import HiddenStates
@@ -37,8 +36,6 @@ from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
 
 STATE = "optimizer.state"
 """Beside the head: its optimizer, to go on from. In safetensors, but vLLM takes every file so named for weights."""
-LOOK_SECONDS = 0.005
-"""How often a waiting drafter checks whether it may continue."""
 JUDGE_TOKENS = 4096
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -51,6 +48,8 @@ class DrafterStatus(msgspec.Struct, frozen=True, kw_only=True):
     updates: int
     seconds: float
     """Spent in training."""
+    seconds_beside: float
+    """Of these, while the policy's trainer was at work."""
     acceptance: float | None
     """Expected tokens per step of the head that the engines have, on held-out samples; null before it is evaluated."""
     windows: int
@@ -68,7 +67,7 @@ class DrafterActor:
         assert drafter is not None
         self._settings, self._depth = drafter.training, drafter.tokens
         self._directory = directory
-        self._busy = BusyFlag(busy)
+        self._gate = IdleGate(BusyFlag(busy), self._settings.share if self._settings.spot else 1.0)
         config = read_config(model_path)
         policy = TensorFiles(weight_files(model_path))  # of which two matrices are read
         embedding = policy.tensor(EMBEDDING)
@@ -82,7 +81,7 @@ class DrafterActor:
         self._states = HiddenStates(self._settings.max_bytes, self._settings.held_out, run.seed)
         self._writer = SharedMemoryWriter(lambda: head_tensors(self._learner.published), prefix=f"{run.name}-drafter")
         self._version = 0
-        self._seconds = self._judged_at = 0.0
+        self._judged_at = 0.0
         self._trained_tokens = 0
         self._acceptance: Acceptance | None = None
         self._has_better = resumed  # the head in training is newer than the one that the engines load
@@ -124,7 +123,8 @@ class DrafterActor:
         return DrafterStatus(
             version=self._version,
             updates=self._learner.updates,
-            seconds=self._seconds,
+            seconds=self._gate.seconds,
+            seconds_beside=self._gate.seconds_beside,
             acceptance=self._acceptance.length if self._acceptance else None,
             windows=counters.received,
             dropped_windows=counters.dropped,
@@ -152,9 +152,9 @@ class DrafterActor:
                 await asyncio.sleep(LOOK_SECONDS)
                 continue
             await self._update(self._states.batch(self._settings.batch_tokens))
-            if self._seconds - self._judged_at >= self._settings.publish_every:
+            if self._gate.seconds - self._judged_at >= self._settings.publish_every:
                 self._judge()
-                self._judged_at = self._seconds
+                self._judged_at = self._gate.seconds
 
     async def _update(self, windows: list[Window]) -> None:
         """One optimizer step, in small parts: between two of them the drafter yields the machine."""
@@ -162,18 +162,12 @@ class DrafterActor:
         parts = list(_parts(windows))
         tokens = 0
         for part in parts:
-            await self._give_way()
-            began = perf_counter()
-            tokens += self._learner.accumulate(part, 1 / len(parts))[1]
-            self._seconds += perf_counter() - began
+            await self._gate.opened()
+            with self._gate.computing():
+                tokens += self._learner.accumulate(part, 1 / len(parts))[1]
         if tokens:
             self._learner.step()
             self._activity.event(f"update {self._learner.updates}")
-
-    async def _give_way(self) -> None:
-        await asyncio.sleep(0)
-        while self._settings.spot and self._busy.is_set:  # noqa: ASYNC110  (another process sets it)
-            await asyncio.sleep(LOOK_SECONDS)
 
     def _may_train(self) -> bool:
         """There is something new to learn from."""

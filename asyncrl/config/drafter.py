@@ -66,7 +66,10 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
     """Who gives hidden states: the trainer of every completion that it learns from, or the native engine on a CPU while
     it decodes, also of groups whose rewards are all equal, which no trainer looks at. Both: half of them each."""
     spot: bool = True
-    """Train only while the policy's trainer waits, at the lowest priority; off: all the time."""
+    """Train while the policy's trainer waits, at the lowest priority; off: all the time."""
+    share: Fraction = 0.05
+    """Of the time in which the policy's trainer computes, used for training as well: a trainer that hardly ever waits
+    would leave the head as it was. 0: only while it waits."""
     lr: AboveZero = 3e-3
     batch_tokens: Positive = 1024
     """Tokens of one update of the head."""

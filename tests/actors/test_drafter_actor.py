@@ -11,6 +11,7 @@ from actors.drafter.actor import DrafterActor
 from asyncrl.config import Checkpoint, Run
 from asyncrl.config.drafter import DrafterTraining, EagleDrafter
 from asyncrl.drafting.checkpoint import save_head
+from asyncrl.drafting.idle_gate import BusyFlag
 from asyncrl.drafting.windows import encode
 from asyncrl.errors import DrafterError
 from asyncrl.models.files import WEIGHTS
@@ -23,10 +24,11 @@ def policy(tmp_path: Path, *, tied: bool) -> Path:
     return tmp_path / "policy"
 
 
-def drafter_for(policy: Path) -> DrafterActor:
+def drafter_for(policy: Path, training: DrafterTraining | None = None) -> DrafterActor:
     directory = policy.parent / "drafter"
     save_head(random_head("eagle"), directory)
-    drafter = EagleDrafter(path=str(directory), training=DrafterTraining(batch_tokens=8, spot=False))
+    training = training or DrafterTraining(batch_tokens=8, spot=False)
+    drafter = EagleDrafter(path=str(directory), training=training)
     run = Run(name="drafted", model=Checkpoint(path=str(policy)), drafter=drafter)
     return DrafterActor(run, policy, directory, policy.parent / "busy")
 
@@ -55,6 +57,23 @@ def test_an_error_in_training_is_told_with_each_status(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(DrafterError, match="it trains no more: RuntimeError"):
                 await drafter.status()
+        await drafter.close()
+
+    asyncio.run(play())
+
+
+def test_beside_a_trainer_that_never_waits_it_trains_in_its_share(tmp_path: Path) -> None:
+    directory = policy(tmp_path, tied=True)
+
+    async def play() -> None:
+        drafter = drafter_for(directory, DrafterTraining(batch_tokens=8, share=0.5))
+        with BusyFlag(directory.parent / "busy").set():
+            await drafter.start()
+            await drafter.collect(encode([random_window("eagle", 20)]))
+            async with asyncio.timeout(60):
+                while not (found := await drafter.status()).updates:
+                    await asyncio.sleep(0.01)
+        assert found.seconds == found.seconds_beside > 0
         await drafter.close()
 
     asyncio.run(play())

@@ -99,6 +99,21 @@ def test_drafting_by_position_and_batch_size(run: Any) -> None:
     assert curves.drafting(run) == []
 
 
+def test_what_training_the_head_took_and_was_expected_to_bring(run: Any) -> None:
+    rows = [
+        {"step": 0, "drafts": 10, "accepted_tokens": 5, "drafter": {"seconds": 1.0, "acceptance": None}},
+        {
+            "step": 1,
+            "drafts": 30,
+            "accepted_tokens": 45,
+            "drafter": {"seconds": 4.0, "seconds_beside": 0.5, "acceptance": 2.5},
+        },
+    ]
+    length, training = curves.drafting(dataclasses.replace(run, rows=rows))
+    assert [series["y"] for series in length["series"]] == [[1.5, 3.0], [None, 2.5]]
+    assert [series["y"] for series in training["series"]] == [[1.0, 4.0], [None, 0.5]]
+
+
 def test_memory_of_the_gpu_and_of_processes(run: Any) -> None:
     rows = [{"step": 0, "trainer_peak_memory_bytes": 3 << 30, "resident_bytes": {"driver": 1 << 30, "trainer": None}}]
     gpu, host = curves.memory(dataclasses.replace(run, rows=rows))

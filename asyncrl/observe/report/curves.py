@@ -295,7 +295,10 @@ def drafting(run: Recorded) -> list[Chart]:
     lengths = np.where(drafts > 0, 1 + accepted / np.maximum(drafts, 1), np.nan)
     told = [{"step": row["step"], "length": length} for row, length in zip(rows, lengths.tolist(), strict=True)]
     series = [_line(told, "length", "acceptance length")]
-    charts = [_chart("Acceptance length", "tokens per draft", series, note="1 is plain decoding")]
+    trained = [{"step": row["step"], **drafter} for row in rows if (drafter := row.get("drafter"))]
+    if any(row.get("acceptance") for row in trained):
+        series.append(_line(trained, "acceptance", "expected of the head, on held-out samples"))
+    charts = [_chart("Acceptance length", "tokens per draft", series, note="1 is plain decoding"), *_training(trained)]
     last = rows[-1]
     if positions := last.get("accepted_by_position"):
         shares = [count / last["drafts"] for count in positions]
@@ -303,6 +306,15 @@ def drafting(run: Recorded) -> list[Chart]:
         title, x_label = "Acceptance by position", "position in the draft"
         charts.append(_bars(title, x_label, labels, labels, shares, percent=True, unit="accepted"))
     return charts + _gains([SpeculationArm(**arm) for arm in last.get("speculation") or []])
+
+
+def _training(rows: Sequence[Row]) -> list[Chart]:
+    """Nothing for a head that is not trained."""
+    if not rows:
+        return []
+    known = {"seconds": "all", "seconds_beside": "while the policy's trainer was at work"}
+    series = [_line(rows, name, label) for name, label in known.items() if rows[-1].get(name) is not None]
+    return [_chart("Training of the drafting head", "seconds so far", series)]
 
 
 def _gains(arms: list[SpeculationArm]) -> list[Chart]:
