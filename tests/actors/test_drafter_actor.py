@@ -71,7 +71,7 @@ def test_beside_a_trainer_that_never_waits_it_trains_in_its_share(tmp_path: Path
             await drafter.start()
             await drafter.collect(encode([random_window("eagle", 20)]))
             async with asyncio.timeout(60):
-                while not (found := await drafter.status()).updates:
+                while not (found := await drafter.status()).updates:  # noqa: ASYNC110  (nothing tells of an update)
                     await asyncio.sleep(0.01)
         assert found.seconds == found.seconds_beside > 0
         await drafter.close()
