@@ -276,7 +276,7 @@ def test_a_signal_in_a_warm_start_ends_the_run_and_the_next_attempt_makes_the_mo
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "moment", [each if each % 5 == 2 else pytest.param(each, marks=pytest.mark.nightly) for each in range(20)]
+    "moment", [each if each % 10 == 2 else pytest.param(each, marks=pytest.mark.nightly) for each in range(20)]
 )
 def test_sigterm_at_any_moment_on_ray(moment: int, tmp_path: Path, model: Path) -> None:
     """From start-up to many steps later, with a checkpoint, a publication or an evaluation every few steps."""

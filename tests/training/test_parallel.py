@@ -63,10 +63,10 @@ def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "context", "experts"),
     [
-        *(pytest.param(*degrees, marks=pytest.mark.slow) for degrees in ((2, 2, 2), (4, 2, 2))),
+        pytest.param(2, 2, 2, marks=pytest.mark.slow),
         *(
             pytest.param(*degrees, marks=pytest.mark.nightly)
-            for degrees in ((4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 1, 4), (4, 4, 1), (4, 4, 4))
+            for degrees in ((4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1), (4, 4, 4))
         ),
     ],
 )
