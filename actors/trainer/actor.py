@@ -221,8 +221,7 @@ def _join(run: Run, seat: RankSeat) -> Ranks:
     """Returns when all ranks have joined."""
     from asyncrl.training.distributed.fsdp import FsdpRanks  # takes seconds, which a single rank does not need
 
-    degrees = run.trainer.context_parallel, run.trainer.expert_parallel
-    return FsdpRanks(seat, rank_device(run.trainer.device, seat.rank), *degrees)
+    return FsdpRanks(seat, rank_device(run.trainer.device, seat.rank), run.trainer)
 
 
 def _groups(payloads: list[bytes]) -> list[Group]:

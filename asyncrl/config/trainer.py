@@ -44,12 +44,15 @@ class Trainer(Settings, frozen=True):
     """Tokens of one forward and backward of one rank."""
     ranks: Positive = 1
     """Processes that train together, each with a part of the weights and of every batch (FSDP2), on GPUs one a GPU."""
+    replicas: Positive = 1
+    """The ranks form so many groups, each with every weight once between its ranks (HSDP). Weights travel inside a
+    group, and between the groups the gradient of a step. Divides `ranks`."""
     context_parallel: Positive = 1
     """So many ranks compute each batch together, every one some of its tokens (Ulysses): for completions whose
     activations one GPU cannot hold. Divides `ranks` and the number of the model's attention heads."""
     expert_parallel: Positive = 1
     """So many ranks have every expert of a layer once between them, and tokens travel to those that have theirs; for
-    mixtures of experts. Divides `ranks`, which in turn divides the number of experts."""
+    mixtures of experts. Divides the ranks of a replica, which in turn divide the number of experts."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -71,6 +74,11 @@ class Trainer(Settings, frozen=True):
     threads: Positive = 1
     lora: Lora = Lora()
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """That have every weight once between them."""
+        return self.ranks // self.replicas
+
 
 def check_targets(lora: Lora, known: Collection[str], model: str) -> None:
     """Refuse names of layers that the model has not."""
@@ -87,8 +95,10 @@ def check_trainer(run: "Run") -> None:
             f"trainer.ranks={run.trainer.ranks} are processes of their own, and cluster=inprocess has but one; use "
             "cluster=local, or trainer.ranks=1"
         )
-    _check_degree(run, "context_parallel", run.trainer.context_parallel, "ranks that share a batch")
-    _check_degree(run, "expert_parallel", run.trainer.expert_parallel, "ranks that share the experts of a layer")
+    _check_degree(run, "replicas", "groups of ranks with all weights each")
+    _check_degree(run, "context_parallel", "ranks that share a batch")
+    _check_degree(run, "expert_parallel", "ranks that share the experts of a layer")
+    _check_replicas(run.trainer)
     if run.trainer.context_parallel > 1 and run.drafter.from_trainer:
         raise ConfigError(
             f"trainer.context_parallel={run.trainer.context_parallel} cuts completions, and drafter={run.drafter.kind} "
@@ -119,7 +129,8 @@ def check_trainer(run: "Run") -> None:
         raise ConfigError("trainer.lora.targets=[] leaves nothing to train; name some, or set trainer.lora.rank=0")
 
 
-def _check_degree(run: "Run", name: str, degree: int, what: str) -> None:
+def _check_degree(run: "Run", name: str, what: str) -> None:
+    degree = getattr(run.trainer, name)
     if degree == 1:
         return
     if (ranks := run.trainer.ranks) % degree:
@@ -127,8 +138,19 @@ def _check_degree(run: "Run", name: str, degree: int, what: str) -> None:
             f"trainer.{name}={degree} is the number of {what}, and does not divide trainer.ranks={ranks}; set "
             f"trainer.ranks={-(-ranks // degree) * degree}, or trainer.{name}=1"
         )
-    if run.model.backend == "transformers":
+    if run.model.backend == "transformers" and name != "replicas":
         raise ConfigError(
             f"trainer.{name}={degree} needs our own decoder, and model.backend=transformers is chosen; set "
             f"trainer.{name}=1"
+        )
+
+
+def _check_replicas(trainer: Trainer) -> None:
+    experts, each = trainer.expert_parallel, trainer.ranks_per_replica
+    if each % experts:
+        ranks = trainer.replicas * -(-each // experts) * experts
+        raise ConfigError(
+            f"trainer.expert_parallel={experts} does not divide the ranks of a replica, of which trainer.ranks="
+            f"{trainer.ranks} and trainer.replicas={trainer.replicas} make {each}; set trainer.ranks={ranks}, or "
+            "trainer.replicas=1"
         )

@@ -41,8 +41,9 @@ def _several_ranks_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     ("scenes", "degrees"),
     [
         pytest.param(SCENES, {}, id="fsdp"),
-        pytest.param((rank_scenarios.log_probs, *SCENES, rank_scenarios.balancing), {"context": 2}, id="context"),
-        pytest.param((rank_scenarios.expert_gradients, rank_scenarios.expert_steps), {"experts": 2}, id="experts"),
+        pytest.param((rank_scenarios.log_probs, *SCENES, rank_scenarios.balancing), {"context_parallel": 2}, id="context"),
+        pytest.param((rank_scenarios.expert_gradients, rank_scenarios.expert_steps), {"expert_parallel": 2}, id="experts"),
+        pytest.param((*SCENES, rank_scenarios.equal_replicas), {"replicas": 2}, id="replicas"),
     ],
 )
 def test_two_ranks_do_what_one_does(scenes: tuple[Scene, ...], degrees: dict[str, int], tmp_path: Path) -> None:
