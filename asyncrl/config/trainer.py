@@ -55,6 +55,9 @@ class Trainer(Settings, frozen=True):
     mixtures of experts. Divides the ranks of a replica, which in turn divide the number of experts."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision in which the gradients of several ranks are sent and added up. `auto` is fp32; bf16 sends half as many
+    bytes, and rounds the gradient of every batch. What a rank adds up over the batches of a step is fp32 always."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse the layers, the logits and the update with torch.compile. `auto` does it on a GPU where there is a C
     compiler; the first steps of a run then take up to a minute more. Layers of a model of transformers are only

@@ -105,6 +105,11 @@ def _bundle(role: Role, usual: Mapping[str, float], offer: Offer) -> dict[str, f
     return {name: amount for name, amount in wanted.items() if amount > 0}
 
 
+def fitting(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """How many processes of this size are on such a machine, if it has no others."""
+    return floor(min((node.get(name, 0.0) / amount for name, amount in bundle.items()), default=0.0) + ROUNDING)
+
+
 def needed(wanted: Iterable[Demand]) -> dict[str, float]:
     """By resource, of everybody together."""
     return _added({name: each.processes * amount for name, amount in each.bundle.items()} for each in wanted)

@@ -6,10 +6,11 @@ The peak lies in the backward, with the gradients of earlier batches there:
         head    two blocks of logits, and the gradient of the output matrix
         layer   the one that is computed again, where activations are not kept, and what its backward needs besides
 
-Of several ranks each has its part of the first three, of those of a replica; whole are the embeddings, and two layers while they compute.
-Ranks that share a batch each have their part of its tokens; in attention they have all of them and a part of the heads,
-which is as much, if no key/value head is sent to several. Ranks that share experts have their part of a layer's while
-it computes, and until the backward where its activations are kept; tokens are taken to be spread evenly over them.
+Of several ranks each has its part of the first three, which their replica has once; whole are the embeddings, and two
+layers while they compute. Ranks that share a batch each have their part of its tokens; in attention they have all of
+them and a part of the heads, which is as much, if no key/value head is sent to several. Ranks that share experts have
+their part of a layer's while it computes, and until the backward where its activations are kept; tokens are taken to be
+spread evenly over them.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
 that autograd really keeps. Compiled, which no layer with experts is as a whole, it keeps what
 `asyncrl.models.execution` says. Sizes: E hidden, F gated layer, H query heads, K key/value heads, D head dimension.

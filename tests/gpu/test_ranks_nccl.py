@@ -41,8 +41,12 @@ def _several_ranks_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     ("scenes", "degrees"),
     [
         pytest.param(SCENES, {}, id="fsdp"),
-        pytest.param((rank_scenarios.log_probs, *SCENES, rank_scenarios.balancing), {"context_parallel": 2}, id="context"),
-        pytest.param((rank_scenarios.expert_gradients, rank_scenarios.expert_steps), {"expert_parallel": 2}, id="experts"),
+        pytest.param(
+            (rank_scenarios.log_probs, *SCENES, rank_scenarios.balancing), {"context_parallel": 2}, id="context"
+        ),
+        pytest.param(
+            (rank_scenarios.expert_gradients, rank_scenarios.expert_steps), {"expert_parallel": 2}, id="experts"
+        ),
         pytest.param((*SCENES, rank_scenarios.equal_replicas), {"replicas": 2}, id="replicas"),
     ],
 )

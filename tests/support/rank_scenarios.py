@@ -271,6 +271,20 @@ def bf16_gradients(ranks: Ranks, folder: Path) -> None:
     _close(one, several, 0.02)
 
 
+def bf16_reduction(ranks: Ranks, folder: Path) -> None:
+    """Gradients of an fp32 computation arrive as bf16 numbers, close to those that one rank computes."""
+    for model in (TIED, EXPERTS):
+        one, several = _both(folder, ranks, model=model)
+        for learner in (one, several):
+            learner.accumulate(make_groups(3))  # one batch: the next would be added to it in fp32
+        _close(one, several, 0.02)
+        found = [ranks.mine(gradient) for gradient in gradients_of(several)]
+        if model == TIED or ranks.experts is None:
+            assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in found)
+        if ranks.rank == 0:
+            assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients_of(one))
+
+
 def algorithms(ranks: Ranks, folder: Path) -> None:
     """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised, experts
     whose loads are figures."""

@@ -83,7 +83,7 @@ def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> N
     [rank_scenarios.killed_in_forward, rank_scenarios.killed_in_backward, rank_scenarios.killed_in_checkpoint],
 )
 def test_nobody_waits_for_a_rank_that_was_killed(scene: Scene, tmp_path: Path) -> None:
-    degrees = {"context_parallel": 2, "expert_parallel": 2}
+    degrees: dict[str, Any] = {"context_parallel": 2, "expert_parallel": 2}
     played = play(2, (rank_scenarios.arrival, scene), _models(tmp_path), **degrees)
     assert played[scene.__name__] == ["", "not played"]
 

@@ -1,14 +1,16 @@
 """Replicas of a trainer do what one rank does: gradients, losses, checkpoints, publications, and stay equal."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.config import load
+from asyncrl.config import Run, load
 from asyncrl.config.trainer import Trainer
 from asyncrl.errors import ConfigError
 from asyncrl.models.config import read_config
 from asyncrl.models.degrees import degree_problems
+from asyncrl.training.memory import Batch, parameters, training_memory
 from tests.support import rank_scenarios
 from tests.support.rank_processes import Scene, play
 from tests.support.tiny_families import tiny_family
@@ -43,7 +45,7 @@ def _models(folder: Path) -> Path:
     return folder
 
 
-def _play(folder: Path, scenes: tuple[Scene, ...], world: int, **degrees: int) -> None:
+def _play(folder: Path, scenes: tuple[Scene, ...], world: int, **degrees: Any) -> None:
     played = play(world, scenes, folder, **degrees)
     assert "".join("".join(found) for found in played.values()) == ""
 
@@ -82,6 +84,18 @@ def test_more_replicas(world: int, degrees: dict[str, int], tmp_path: Path) -> N
     _play(_models(tmp_path), (*with_context, *scenes), world, **degrees)
 
 
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (2, {}),
+        pytest.param(4, {"replicas": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"expert_parallel": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_added_up_in_bf16(world: int, degrees: dict[str, int], tmp_path: Path) -> None:
+    _play(_models(tmp_path), (rank_scenarios.bf16_reduction,), world, reduce_dtype="bf16", **degrees)
+
+
 @pytest.mark.slow
 def test_a_model_of_transformers_has_replicas_too(tmp_path: Path) -> None:
     tiny_family(tmp_path / rank_scenarios.THROUGH, "glm4_moe")
@@ -100,9 +114,16 @@ def test_a_checkpoint_goes_on_with_any_replicas(tmp_path: Path) -> None:
 
 def test_replicas_have_to_divide_the_ranks(tmp_path: Path) -> None:
     assert Trainer(ranks=8, replicas=2).ranks_per_replica == 4
-    with pytest.raises(ConfigError, match=r"trainer\.replicas=2 .* does not divide trainer\.ranks=3; set trainer\.ranks=4"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.replicas=2 .* does not divide trainer\.ranks=3; set trainer\.ranks=4"
+    ):
         load({"trainer": {"ranks": 3, "replicas": 2}})
-    load({"trainer": {"ranks": 2, "replicas": 2}, "model": {"type": "checkpoint", "path": "m", "backend": "transformers"}})
+    load(
+        {
+            "trainer": {"ranks": 2, "replicas": 2},
+            "model": {"type": "checkpoint", "path": "m", "backend": "transformers"},
+        }
+    )
     with pytest.raises(
         ConfigError,
         match=r"trainer\.expert_parallel=4 .*, of which trainer\.ranks=4 and trainer\.replicas=2 make 2; set "
@@ -117,3 +138,17 @@ def test_replicas_have_to_divide_the_ranks(tmp_path: Path) -> None:
         "trainer.expert_parallel=2 each rank keeps as many: set trainer.ranks to 4 or 8 or 16, or "
         "trainer.expert_parallel=1"
     ]
+
+
+def test_the_memory_of_a_replica_by_hand(tmp_path: Path) -> None:
+    """Weights and optimizer are cut over the ranks of a replica; what is whole for a while is the same."""
+    tiny_checkpoint(tmp_path)
+    model = read_config(tmp_path)
+
+    def held(**settings: Any) -> int:
+        found = training_memory(Run(trainer=Trainer(**settings)), model, Batch(100))
+        return found.weights + found.optimizer
+
+    assert held(ranks=8, replicas=2) == held(ranks=4)
+    count = parameters(model)
+    assert held(ranks=4, replicas=2) - held(ranks=4) == 16 * (-(-count // 2) - -(-count // 4))

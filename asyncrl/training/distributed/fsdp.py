@@ -42,6 +42,7 @@ class FsdpRanks(Ranks):
         self.rank, self.world, self._device = seat.rank, seat.world, device
         context, experts, self._replicas = settings.context_parallel, settings.expert_parallel, settings.replicas
         self._shards = seat.world // self._replicas
+        self._reduced_in = torch.bfloat16 if settings.reduce_dtype == "bf16" else torch.float32
         if ip_address(seat.host).is_loopback:  # all on this machine: nothing listens beyond it
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
@@ -53,7 +54,8 @@ class FsdpRanks(Ranks):
             timeout=seat.timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        replica, self._peers = distributed.group.WORLD, None
+        replica: Any = distributed.group.WORLD
+        self._peers = None
         if self._replicas > 1:
             replica = _neighbours(seat, self._shards)
             self._peers = _same_places(seat, self._shards, seat.world)
@@ -63,7 +65,7 @@ class FsdpRanks(Ranks):
             self.context = RankGroup(_neighbours(seat, context))
         if experts > 1:
             group, copies = _neighbours(seat, experts), _same_places(seat, experts, self._shards)
-            self.experts = ExpertGroup(RankGroup(group), RankGroup(copies), self._shards)
+            self.experts = ExpertGroup(RankGroup(group), RankGroup(copies), self._shards, self._reduced_in)
 
     def load(
         self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
@@ -72,9 +74,10 @@ class FsdpRanks(Ranks):
         return empty_policy(path, backend, torch.float32, output=output)
 
     def shard(self, module: nn.Module, model: PolicyModel, path: Path, dtype: torch.dtype) -> None:
-        policy = MixedPrecisionPolicy()
-        if dtype == torch.bfloat16:  # the residual stream between the layers stays in fp32
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        narrow = dtype == torch.bfloat16  # the residual stream between the layers stays in fp32
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if narrow else None, reduce_dtype=self._reduced_in, cast_forward_inputs=not narrow
+        )
         for layer in model.blocks():
             fully_shard(layer, mesh=self._mesh, mp_policy=policy, ignored_params=self._share_experts(layer))
         # What is not in a layer stays whole from forward to backward: the output matrix is used between the two.
@@ -102,8 +105,9 @@ class FsdpRanks(Ranks):
         if self._peers is None:
             return
         for gradient in (self.mine(p.grad) for p in parameters if p.grad is not None):
-            distributed.all_reduce(gradient, group=self._peers)
-            gradient.div_(self._replicas)
+            sent = gradient.to(self._reduced_in)
+            distributed.all_reduce(sent, group=self._peers)
+            gradient.copy_(sent).div_(self._replicas)
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Each replica finds the norm by itself, and a sum in another order would have them part by a bit a step."""

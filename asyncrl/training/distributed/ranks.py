@@ -1,9 +1,10 @@
 """What one rank of a trainer knows of the others, what they do together, and the rendezvous where they find each other.
 
 Every rank gets the same groups and makes the same calls in the same order. Each computes by itself what the share of
-every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. The ranks form
-replicas, one or `trainer.replicas`, each with every weight once. With `trainer.context_parallel` a share belongs to a group of ranks (asyncrl.training.distributed.context). `Ranks` is a
-trainer of one rank; `asyncrl.training.distributed.fsdp` has the one of several.
+every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. Every replica
+of the trainer, of which there are `trainer.replicas`, has each weight once. With `trainer.context_parallel` a share
+belongs to a group of ranks (asyncrl.training.distributed.context). `Ranks` is a trainer of one rank;
+`asyncrl.training.distributed.fsdp` has the one of several.
 """
 
 import socket
@@ -58,8 +59,8 @@ class Ranks:
         """Before its weights are read or written: a forward without a backward has left some of them whole."""
 
     def combine(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Once a step: the gradients, means over a replica till then, become means over all ranks. Every rank has to
-        have those of the same parameters."""
+        """Once a step: gradients that are means over a replica become means over all ranks. Every rank has to have
+        those of the same parameters."""
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Shorten their gradient to this norm if it is longer; the norm that it had."""
