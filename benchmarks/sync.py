@@ -42,6 +42,7 @@ from asyncrl.models import lora
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.precision.publication import Fp8Source
+from asyncrl.system import shared_gpu
 from asyncrl.training.adapter_source import AdapterSource
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.types import SendOrder, WeightManifest
@@ -55,7 +56,7 @@ ADDED_MS = 100.0
 """What quantizing may add to an update."""
 CHANGED = 100
 """With a delta every so many elements one changes."""
-os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # both processes are on one card
+os.environ.setdefault(shared_gpu.VARIABLE, "1")  # both processes are on one card
 
 
 class Shape(NamedTuple):
@@ -218,8 +219,8 @@ def available() -> list[str]:
     if torch.cuda.is_available() and find_spec("cupy") is not None:
         from asyncrl.weights.transports import nccl
 
-        shared = nccl.nccl().get_version() >= nccl.OLDEST_SHARED
-        names = ["cuda_ipc", *(["nccl", "nccl+delta"] if shared else []), *names]
+        too_old = shared_gpu.problem(shared_gpu.numbers(nccl.nccl().get_version()))
+        names = ["cuda_ipc", *([] if too_old else ["nccl", "nccl+delta"]), *names]
     return names
 
 

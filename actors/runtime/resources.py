@@ -1,6 +1,7 @@
 """The resources of an actor and the machines that it may run on, in Ray's terms."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -62,8 +63,9 @@ def options(resources: Resources) -> dict[str, Any]:
 
 async def reserve(each: Resources, members: int, timeout_s: float) -> tuple[Any, list[Resources]]:
     """One placement group for actors that are of use only together, packed onto as few machines as possible: either
-    all of them are placed within `timeout_s`, or none. Ray's group, and what each member is spawned with."""
-    from ray.util import placement_group
+    all of them are placed within `timeout_s`, or none. Ray's group, and what each member is spawned with, machine by
+    machine."""
+    from ray.util import placement_group, placement_group_table
 
     bundle = {"CPU": each.cpus, "GPU": each.gpus, **each.custom}
     group: Any = placement_group([{name: n for name, n in bundle.items() if n > 0}] * members, strategy="PACK")
@@ -76,7 +78,15 @@ async def reserve(each: Resources, members: int, timeout_s: float) -> tuple[Any,
             f"the cluster cannot place {members} trainer ranks with {bundle} each within {timeout_s:g} s; "
             "lower trainer.ranks or placement.trainer, or add machines"
         ) from None
-    return group, [msgspec.structs.replace(each, gang=(group, index)) for index in range(members)]
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return group, [msgspec.structs.replace(each, gang=(group, bundle)) for bundle in by_machine(nodes)]
+
+
+def by_machine(nodes: Mapping[int, str]) -> list[int]:
+    """Bundles so that neighbours are on one machine, as far as that goes; `nodes` says where each is. Ranks that share
+    the most are neighbours."""
+    order = list(dict.fromkeys(nodes[bundle] for bundle in sorted(nodes)))
+    return sorted(nodes, key=lambda bundle: (order.index(nodes[bundle]), bundle))
 
 
 def own_address() -> str:

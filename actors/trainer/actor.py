@@ -22,6 +22,7 @@ from asyncrl.drafting.idle_gate import BusyFlag
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.precision.publication import Fp8Publication
+from asyncrl.system import shared_gpu
 from asyncrl.system.devices import give_way
 from asyncrl.training import checkpoint
 from asyncrl.training.background_save import BackgroundSave
@@ -224,8 +225,10 @@ def _join(run: Run, seat: RankSeat) -> Ranks:
     """Returns when all ranks have joined."""
     from asyncrl.training.distributed.fsdp import FsdpRanks  # takes seconds, which a single rank does not need
 
-    degrees = run.trainer.context_parallel, run.trainer.expert_parallel
-    return FsdpRanks(seat, rank_device(run.trainer.device, seat.rank), *degrees)
+    device = rank_device(run.trainer.device, seat.rank)
+    if run.shares_gpu and device.type == "cuda":
+        shared_gpu.allow()
+    return FsdpRanks(seat, device, run.trainer)
 
 
 def _groups(payloads: list[bytes]) -> list[Group]:

@@ -312,6 +312,11 @@ class Run(Settings, frozen=True):
         return wants and self.model.backend != "transformers" and not (self.agent.on or self.algorithm.on_data)
 
     @property
+    def shares_gpu(self) -> bool:
+        """Whether several ranks of the trainer may lie on one GPU."""
+        return self.placement.share_gpu and self.trainer.ranks > 1 and self.trainer.device != "cpu"
+
+    @property
     def engines(self) -> int:
         """To begin with, the one for evaluations among them."""
         return self.rollout.replicas + self.evaluation.beside

@@ -44,14 +44,20 @@ class Trainer(Settings, frozen=True):
     """Tokens of one forward and backward of one rank."""
     ranks: Positive = 1
     """Processes that train together, each with a part of the weights and of every batch (FSDP2), on GPUs one a GPU."""
+    replicas: Positive = 1
+    """The ranks form so many groups, each with every weight once between its ranks (HSDP). Weights travel inside a
+    group, and between the groups the gradient of a step. Divides `ranks`."""
     context_parallel: Positive = 1
     """So many ranks compute each batch together, every one some of its tokens (Ulysses): for completions whose
     activations one GPU cannot hold. Divides `ranks` and the number of the model's attention heads."""
     expert_parallel: Positive = 1
     """So many ranks have every expert of a layer once between them, and tokens travel to those that have theirs; for
-    mixtures of experts. Divides `ranks`, which in turn divides the number of experts."""
+    mixtures of experts. Divides the ranks of a replica, which in turn divide the number of experts."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the computation; master weights are always fp32."""
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision in which the gradients of several ranks are sent and added up. `auto` is fp32; bf16 sends half as many
+    bytes, and rounds the gradient of every batch. What a rank adds up over the batches of a step is fp32 always."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse the layers, the logits and the update with torch.compile. `auto` does it on a GPU where there is a C
     compiler; the first steps of a run then take up to a minute more. Layers of a model of transformers are only
@@ -71,6 +77,11 @@ class Trainer(Settings, frozen=True):
     threads: Positive = 1
     lora: Lora = Lora()
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """That have every weight once between them."""
+        return self.ranks // self.replicas
+
 
 def check_targets(lora: Lora, known: Collection[str], model: str) -> None:
     """Refuse names of layers that the model has not."""
@@ -87,8 +98,10 @@ def check_trainer(run: "Run") -> None:
             f"trainer.ranks={run.trainer.ranks} are processes of their own, and cluster=inprocess has but one; use "
             "cluster=local, or trainer.ranks=1"
         )
-    _check_degree(run, "context_parallel", run.trainer.context_parallel, "ranks that share a batch")
-    _check_degree(run, "expert_parallel", run.trainer.expert_parallel, "ranks that share the experts of a layer")
+    _check_degree(run, "replicas", "groups of ranks with all weights each")
+    _check_degree(run, "context_parallel", "ranks that share a batch")
+    _check_degree(run, "expert_parallel", "ranks that share the experts of a layer")
+    _check_replicas(run.trainer)
     if run.trainer.context_parallel > 1 and run.drafter.from_trainer:
         raise ConfigError(
             f"trainer.context_parallel={run.trainer.context_parallel} cuts completions, and drafter={run.drafter.kind} "
@@ -119,7 +132,8 @@ def check_trainer(run: "Run") -> None:
         raise ConfigError("trainer.lora.targets=[] leaves nothing to train; name some, or set trainer.lora.rank=0")
 
 
-def _check_degree(run: "Run", name: str, degree: int, what: str) -> None:
+def _check_degree(run: "Run", name: str, what: str) -> None:
+    degree = getattr(run.trainer, name)
     if degree == 1:
         return
     if (ranks := run.trainer.ranks) % degree:
@@ -127,8 +141,19 @@ def _check_degree(run: "Run", name: str, degree: int, what: str) -> None:
             f"trainer.{name}={degree} is the number of {what}, and does not divide trainer.ranks={ranks}; set "
             f"trainer.ranks={-(-ranks // degree) * degree}, or trainer.{name}=1"
         )
-    if run.model.backend == "transformers":
+    if run.model.backend == "transformers" and name != "replicas":
         raise ConfigError(
             f"trainer.{name}={degree} needs our own decoder, and model.backend=transformers is chosen; set "
             f"trainer.{name}=1"
+        )
+
+
+def _check_replicas(trainer: Trainer) -> None:
+    experts, each = trainer.expert_parallel, trainer.ranks_per_replica
+    if each % experts:
+        ranks = trainer.replicas * -(-each // experts) * experts
+        raise ConfigError(
+            f"trainer.expert_parallel={experts} does not divide the ranks of a replica, of which trainer.ranks="
+            f"{trainer.ranks} and trainer.replicas={trainer.replicas} make {each}; set trainer.ranks={ranks}, or "
+            "trainer.replicas=1"
         )

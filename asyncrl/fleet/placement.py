@@ -6,7 +6,7 @@ by the other; a cluster without them, such as a laptop, is used as it is.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import floor
+from math import ceil, floor
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.config.placement import Role
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 TRAINER_SLOT, ROLLOUT_SLOT = "trainer_slot", "rollout_slot"
 CPU, GPU = "CPU", "GPU"
+ON_CARDS = ("rollout", "teacher")
+"""Roles besides the trainer that compute on GPUs of a cluster."""
+GRAIN = 10_000
+"""Of one resource; Ray counts no finer."""
 ROUNDING = 1e-9
 HERE = ("local", "inprocess")
 """Values of `cluster` that stay on this machine."""
@@ -66,7 +70,8 @@ class Offer(NamedTuple):
 
 def demands(run: "Run", offer: Offer, engines: int | None = None) -> dict[str, Demand]:
     """By role, in the order in which they are placed; `engines` is `rollout.replicas` unless said otherwise."""
-    own_cards = offer.attached and max(offer.total.get(GPU, 0.0), (offer.could_have or {}).get(GPU, 0.0)) > 1
+    cards = max(offer.total.get(GPU, 0.0), (offer.could_have or {}).get(GPU, 0.0))
+    own_cards = offer.attached and cards > 1
     drafter = run.drafter.head if run.drafter.trains else None
     counts = {
         "buffer": 1,
@@ -84,11 +89,19 @@ def demands(run: "Run", offer: Offer, engines: int | None = None) -> dict[str, D
         "drafter": {CPU: 0.0 if drafter is None or drafter.training.spot else 1.0},
     }
     roles: dict[str, Role] = {role: getattr(run.placement, role) for role in counts}
+    if run.shares_gpu and own_cards:
+        others = sum(counts[role] * _bundle(roles[role], usual[role], offer).get(GPU, 0.0) for role in ON_CARDS)
+        usual["trainer"][GPU] = _part_of_card(run.trainer.ranks, cards - others)
     return {
         role: Demand(role, count, _bundle(roles[role], usual.get(role, {}), offer))
         for role, count in counts.items()
         if count
     }
+
+
+def _part_of_card(ranks: int, cards: float) -> float:
+    """The largest 1/k of a GPU that so many ranks find room with, in the steps that Ray counts in."""
+    return floor(GRAIN / ceil(ranks / max(1, floor(cards)))) / GRAIN
 
 
 def _cards_per_engine(run: "Run", own_cards: bool) -> float:
@@ -103,6 +116,11 @@ def _bundle(role: Role, usual: Mapping[str, float], offer: Offer) -> dict[str, f
     gpus = usual.get(GPU, 0.0) if role.gpus == "auto" else role.gpus
     wanted = {CPU: cpus, GPU: gpus, **slots, **role.resources}
     return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+def fitting(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """How many processes of this size are on such a machine, if it has no others."""
+    return floor(min((node.get(name, 0.0) / amount for name, amount in bundle.items()), default=0.0) + ROUNDING)
 
 
 def needed(wanted: Iterable[Demand]) -> dict[str, float]:

@@ -33,10 +33,11 @@ class RankGroup:
         """The sum over the ranks, with the same condition."""
         return _total(x, self._group)
 
-    def assemble(self, own_M_X: Tensor, dtype: torch.dtype, world: int) -> Tensor:
+    def assemble(self, own_M_X: Tensor, dtype: torch.dtype, world: int, reduced_in: torch.dtype) -> Tensor:
         """A weight to compute with in `dtype`, from the rows that each rank keeps. Its gradient is a mean, as FSDP has
-        it: what the ranks of this group have computed, added up in fp32, over all `world` ranks."""
-        return _assemble(own_M_X, dtype, world, self._group)
+        it: what the ranks of this group have computed, added up in fp32, over `world` ranks. It travels in the
+        narrower of `dtype` and `reduced_in`."""
+        return _assemble(own_M_X, dtype, world, reduced_in, self._group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -91,17 +92,20 @@ class _Total(torch.autograd.Function):
 
 class _Assemble(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_M_X: Tensor, dtype: torch.dtype, world: int, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, own_M_X: Tensor, dtype: torch.dtype, world: int, reduced_in: torch.dtype, group: Any
+    ) -> Tensor:
         ctx.kept, ctx.world, ctx.group = own_M_X.dtype, world, group
+        ctx.sent_in = min(dtype, reduced_in, key=lambda each: each.itemsize)
         return _all_gather(own_M_X.to(dtype), group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         size = distributed.get_world_size(ctx.group)
         rows = [len(gradients[0]) // size] * size
-        found_M_X = gradients[0] if size == 1 else _all_to_all(gradients[0], rows, rows, ctx.group)
+        found_M_X = gradients[0] if size == 1 else _all_to_all(gradients[0].to(ctx.sent_in), rows, rows, ctx.group)
         total_M_X = found_M_X.unflatten(0, (size, -1)).sum(0, dtype=torch.promote_types(found_M_X.dtype, torch.float32))
-        return (total_M_X / ctx.world).to(ctx.kept), None, None, None
+        return (total_M_X / ctx.world).to(ctx.kept), None, None, None, None
 
 
 _exchange: Any = _Exchange.apply

@@ -30,10 +30,12 @@ def degree_problems(trainer: Trainer, model: ModelConfig) -> Iterator[str]:
         yield (
             f"trainer.expert_parallel={experts} shares experts, and the model has none: set trainer.expert_parallel=1"
         )
-    elif (count := model.experts.count) % trainer.ranks:
-        fits = [ranks for ranks in range(experts, count + 1, experts) if count % ranks == 0]
+    elif (count := model.experts.count) % trainer.ranks_per_replica:
+        replicas = trainer.replicas
+        fits = [replicas * each for each in range(experts, count + 1, experts) if count % each == 0]
+        of = f", of {replicas} replicas," if replicas > 1 else ""
         yield (
-            f"trainer.ranks={trainer.ranks} does not divide the {count} experts of a layer, of which with "
+            f"trainer.ranks={trainer.ranks}{of} does not divide the {count} experts of a layer, of which with "
             f"trainer.expert_parallel={experts} each rank keeps as many: set trainer.ranks to "
             f"{' or '.join(map(str, fits)) or 'another number'}, or trainer.expert_parallel=1"
         )

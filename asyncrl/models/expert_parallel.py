@@ -6,7 +6,7 @@
       | all-to-all back
     tokens of this rank                             weighted and added up as on one rank
 
-Every rank of the trainer keeps the matrices of some experts, in the order of the ranks as FSDP keeps rows of other
+Every rank of a replica keeps the matrices of some experts, in the order of the ranks as FSDP keeps rows of other
 weights; so files, publications and optimizer treat them alike. Ranks with the same place in their groups are copies of
 each other: while a layer computes they have the experts of all of them, and the group has every expert once.
 
@@ -37,11 +37,12 @@ Answer = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExpertGroup:
-    """The ranks that have every expert once between them, of a trainer of `world` ranks."""
+    """The ranks that have every expert once between them, of a replica of `world` ranks."""
 
-    def __init__(self, group: RankGroup, copies: RankGroup, world: int) -> None:
-        """`copies`: the ranks with this one's place in their groups."""
-        self.group, self._copies, self._world = group, copies, world
+    def __init__(self, group: RankGroup, copies: RankGroup, world: int, reduced_in: torch.dtype) -> None:
+        """`copies`: the ranks with this one's place in their groups; gradients travel between them in `reduced_in`,
+        if that is narrower than what is computed in."""
+        self.group, self._copies, self._world, self._reduced_in = group, copies, world, reduced_in
         self._differing: Tensor | None = None
 
     def kept(self, matrix: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class ExpertGroup:
     def here(self, own_X_E_F: Tensor) -> Tensor:
         """The matrices of all experts that this rank computes, from those that it keeps and those of its copies."""
         own_X_F_E = own_X_E_F.mT  # as they lie in memory
-        return self._copies.assemble(own_X_F_E, computed_in(own_X_E_F), self._world).mT
+        return self._copies.assemble(own_X_F_E, computed_in(own_X_E_F), self._world, self._reduced_in).mT
 
     def changes(self, every: Changes) -> Changes:
         """Those to experts, of all of which adapters are here."""

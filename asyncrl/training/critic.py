@@ -61,12 +61,11 @@ class Critic(nn.Module):
     def step(self, tokens: int, *, frozen: bool) -> dict[str, float]:
         """Update from what was learned since the last step, unless the step is skipped."""
         parameters = [p for p in self.parameters() if p.grad is not None]
+        self._ranks.combine(parameters)
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad.div_(max(tokens, 1) / self._ranks.world)  # of ranks the mean is there already
-        norm = 0.0
-        if parameters:
-            norm = float(self._ranks.whole(nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip)))
+        norm = self._ranks.clip(parameters, self._settings.grad_clip) if parameters else 0.0
         if not frozen and torch.isfinite(torch.tensor(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -440,8 +440,11 @@ class Learner:
         for parameter in self._trained:
             if parameter.grad is None:  # every advantage was 0: Adam still moves by its momentum, as one batch would
                 parameter.grad = torch.zeros_like(parameter)
+        self.ranks.combine(self._trained)
+        for parameter in self._trained:
+            assert parameter.grad is not None
             parameter.grad.div_(denominator)
-        return float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self._trained, self._settings.grad_clip)))
+        return self.ranks.clip(self._trained, self._settings.grad_clip)
 
     def _denominator(self) -> float:
         """Tokens or samples of the step; with `batch_normalize` times the mean weight of what was kept."""

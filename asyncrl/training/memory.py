@@ -6,10 +6,11 @@ The peak lies in the backward, with the gradients of earlier batches there:
         head    two blocks of logits, and the gradient of the output matrix
         layer   the one that is computed again, where activations are not kept, and what its backward needs besides
 
-Of several ranks each has its part of the first three; whole are the embeddings, and two layers while they compute.
-Ranks that share a batch each have their part of its tokens; in attention they have all of them and a part of the heads,
-which is as much, if no key/value head is sent to several. Ranks that share experts have their part of a layer's while
-it computes, and until the backward where its activations are kept; tokens are taken to be spread evenly over them.
+Of several ranks each has its part of the first three, which their replica has once; whole are the embeddings, and two
+layers while they compute. Ranks that share a batch each have their part of its tokens; in attention they have all of
+them and a part of the heads, which is as much, if no key/value head is sent to several. Ranks that share experts have
+their part of a layer's while it computes, and until the backward where its activations are kept; tokens are taken to be
+spread evenly over them.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
 that autograd really keeps. Compiled, which no layer with experts is as a whole, it keeps what
 `asyncrl.models.execution` says. Sizes: E hidden, F gated layer, H query heads, K key/value heads, D head dimension.
@@ -189,10 +190,10 @@ def moment_bytes(run: Run) -> float:
 
 def _held(run: Run, model: ModelConfig, *, narrow: bool, kept: int) -> _Held:
     """Weights of policy and reference; gradients and moments. `kept`: layers whose activations are."""
-    count, item, ranks = parameters(model), BF16 if narrow else FLOAT, run.trainer.ranks
+    count, item, ranks = parameters(model), BF16 if narrow else FLOAT, run.trainer.ranks_per_replica
     adapters = adapter_parameters(run.trainer.lora, model)
     learned, penalty = adapters or count, bool(run.algorithm.kl.coefficient)
-    if ranks > 1:
+    if run.trainer.ranks > 1:
         part, whole = -(-(count + adapters) // ranks), _whole(run, model) * item
         copied = narrow or ranks > run.trainer.expert_parallel  # else experts are computed with as they lie
         weights = part * FLOAT + whole + kept * copied * _shared_experts(run, model) * item

@@ -17,7 +17,7 @@ from asyncrl.models.routes import replayed_shape
 from asyncrl.precision.memory import Footprint, footprint, with_base
 from asyncrl.simulation.outcome import Rates
 from asyncrl.system.compiler import compiles
-from asyncrl.system.devices import gpu_memory, has_gpu
+from asyncrl.system.devices import gpu_count, gpu_memory, has_gpu
 from asyncrl.tasks.base import Bounded, Listed, Mixed, Split, Task
 from asyncrl.tasks.chains import CHARACTERS
 from asyncrl.tasks.registry import make_task
@@ -160,7 +160,8 @@ def card(run: Run, required: Needs) -> Card | None:
         return None
     trainer = drafter = 0
     if trains_on_gpu(run):
-        trainer = required.training + CUDA + VERSIONS * required.published
+        together = -(-run.trainer.ranks // max(1, gpu_count())) if run.shares_gpu else 1
+        trainer = together * (required.training + CUDA) + VERSIONS * required.published
         drafter = required.drafter.computed + CUDA if run.drafter.trains else 0
     return Card(total, trainer + drafter, int(engine_share(run) * total), required.teachers_on_card)
 

@@ -26,7 +26,7 @@ from asyncrl.judges.form import template
 from asyncrl.models.config import ModelConfig
 from asyncrl.models.degrees import degree_problems
 from asyncrl.models.routes import replayed_shape
-from asyncrl.system import minimum_versions
+from asyncrl.system import minimum_versions, shared_gpu
 from asyncrl.system.devices import gpu_count, has_gpu
 from asyncrl.system.user_functions import is_here, load_function
 from asyncrl.user_code.pool import check_function
@@ -98,17 +98,19 @@ def _weights(run: Run) -> Iterator[str]:
 
 
 def _ranks(run: Run, offer: Offer | None) -> Iterator[str]:
-    """Each rank of the trainer needs a GPU to itself, where it is to compute on one."""
+    """Each rank of the trainer needs a GPU to itself, where it is to compute on one, unless they may share."""
     if run.cluster in ("local", "inprocess"):
         cards, where = gpu_count(), "this machine"
+        if run.shares_gpu and cards and (why_not := shared_gpu.problem(shared_gpu.installed())):
+            yield why_not
     elif offer is not None and not run.placement.wait_s:
         cards, where = int(max(each.get(GPU, 0.0) for each in (offer.total, offer.could_have or {}))), "the cluster"
     else:
         return
-    if run.trainer.device != "cpu" and 0 < cards < run.trainer.ranks:
+    if run.trainer.device != "cpu" and 0 < cards < run.trainer.ranks and not run.shares_gpu:
         yield (
             f"trainer.ranks={run.trainer.ranks} need a GPU each, and {where} has {cards}: use "
-            f"trainer.ranks={cards}, or trainer.device=cpu"
+            f"trainer.ranks={cards}, trainer.device=cpu, or placement.share_gpu=true to put several on one"
         )
     elif run.trainer.device == "cuda" and not cards:
         yield f"trainer.device=cuda, and {where} has no GPU; use trainer.device=auto"

@@ -32,6 +32,7 @@ from pipelines.plan.estimate import (
     size,
     traffic,
 )
+from pipelines.plan.ranks import over_the_network, sent
 
 WIDTH = 62
 """Of a box; with the way back of the weights beside it 80 columns suffice."""
@@ -72,6 +73,8 @@ def show(run: Run, console: Console, offer: Offer | None = None, pace: Rates | N
     if model.backend == "transformers":
         console.print(f"trained with {described(model)}; its memory is an estimate")
     _show_graph(run, required, wanted, traffic(run, required, prompt, pace), pace, console)
+    for line in sent(run, model):
+        console.print(f"trainer: {line}")
     if offer is not None:
         _show_placement(run, offer, console)
     if run.engines:
@@ -136,6 +139,8 @@ def _show_placement(run: Run, offer: Offer, console: Console) -> None:
     whose = f"{len(offer.nodes)} node{'s' * (len(offer.nodes) > 1)}" if offer.attached else "this machine"
     has = f"; it has {in_words(offer.known)}" if offer.attached else ""
     console.print(f"cluster={run.cluster}, {whose}: together {in_words(needed(wanted)) or 'nothing of its own'}{has}")
+    if line := over_the_network(run, demands(run, offer)["trainer"], offer):
+        console.print(line, soft_wrap=True)
     if offer.could_have is not None and (coming := arriving(wanted, offer)):
         console.print(f"its autoscaler has to bring {in_words(coming)} more before everything runs")
     if run.elastic.on:
@@ -229,8 +234,10 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
 
 def _degrees(run: Run) -> list[str]:
     """How its ranks divide the work, where not by samples alone."""
-    degrees = ("a batch", run.trainer.context_parallel), ("the experts of a layer", run.trainer.expert_parallel)
-    found = [f"{degree} ranks share {what}" for what, degree in degrees if degree > 1]
+    trainer = run.trainer
+    degrees = ("a batch", trainer.context_parallel), ("the experts of a layer", trainer.expert_parallel)
+    found = [f"{trainer.replicas} replicas of {trainer.ranks_per_replica}"] * (trainer.replicas > 1)
+    found += [f"{degree} ranks share {what}" for what, degree in degrees if degree > 1]
     return [", ".join(found)] * bool(found)
 
 

@@ -40,6 +40,22 @@ def test_on_a_cluster_with_several_gpus_everybody_has_its_own() -> None:
     assert "GPU" not in bundles(load({"engine": {"type": "vllm"}}), shared)["rollout"], "one card is shared"
 
 
+def test_ranks_that_may_share_ask_for_a_part_of_a_gpu() -> None:
+    def asked(ranks: int, offer: Offer = CARDS, **settings: Any) -> float:
+        placement = {"share_gpu": True, **settings}
+        run = load({"trainer": {"ranks": ranks}, "placement": placement, "engine": {"type": "vllm"}})
+        return bundles(run, offer)["trainer"].get("GPU", 0.0)
+
+    # An engine has one of the four cards.
+    assert [asked(ranks) for ranks in (2, 3, 4, 6, 7, 9, 10)] == [1.0, 1.0, 0.5, 0.5, 0.3333, 0.3333, 0.25]
+    assert asked(4, share_gpu=False) == 1.0
+    assert asked(4, trainer={"gpus": 0.2}) == 0.2
+    assert asked(4, Offer(nodes=({"CPU": 16, "GPU": 1},))) == 0.0, "one card is shared by all"
+    raw: dict[str, Any] = {"trainer": {"ranks": 8}, "engine": {"type": "vllm"}}
+    assert said(raw, CARDS)
+    assert not said({**raw, "placement": {"share_gpu": True}}, CARDS)
+
+
 def test_slots_are_asked_for_where_the_cluster_declares_them_or_the_config_does() -> None:
     assert bundles(load({}), SLOTS)["rollout"] == {"CPU": 1.0, "rollout_slot": 1.0}
     assert bundles(load({}), SLOTS)["trainer"] == {"CPU": 1.0, "trainer_slot": 1.0}

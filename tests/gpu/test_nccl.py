@@ -14,13 +14,14 @@ from actors.publisher import Publisher
 from actors.trainer.actor import TrainerActor
 from asyncrl.errors import WeightSyncError
 from asyncrl.fleet.state import FleetState
+from asyncrl.system import shared_gpu
 from asyncrl.types import SendOrder, WeightManifest
 from asyncrl.weights.flat import _by_torch, word_sums
 from asyncrl.weights.transports.registry import make_writer
 from tests.support import needs
 from tests.support.weight_receiver import ProcessEngine
 
-SHARED_CARD = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+SHARED_CARD = {shared_gpu.VARIABLE: "1"}
 DEADLINE = 15.0
 """Ranks of one card form a communicator one after the other."""
 
@@ -31,8 +32,7 @@ def _hindrance() -> str:
     pytest.importorskip("cupy", reason=needs.package("nccl"))
     from asyncrl.weights.transports import nccl
 
-    found = nccl.nccl().get_version()
-    return "" if found >= nccl.OLDEST_SHARED else f"needs NCCL 2.30, not {found}: several ranks on one card"
+    return shared_gpu.problem(shared_gpu.numbers(nccl.nccl().get_version()))
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

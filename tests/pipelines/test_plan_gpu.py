@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
 from asyncrl.config import Checkpoint, Rollout, Run, Trainer
 from asyncrl.config.drafter import DrafterSettings, DrafterTraining, EagleDrafter, NgramDrafter, NoDrafter
 from asyncrl.config.engine import FakeEngine, NativeEngine, VllmEngine
+from asyncrl.config.placement import Placement
 from asyncrl.config.task import JsonlTask
 from asyncrl.config.weights import Weights
 from asyncrl.drafting.memory import drafter_memory
@@ -63,6 +65,20 @@ def test_the_card_by_hand(gpu: None, model: Path) -> None:
     assert required.training == required.optimizer + required.activations
     trainer = required.training + (600 << 20) + 2 * required.published
     assert card(run, required) == Card(24 * GIB, trainer, 12 * GIB)
+
+
+def test_ranks_that_share_the_card_are_all_counted(gpu: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "gpu_count", lambda: 2)
+
+    def trainer(run: Run) -> int:
+        found = card(run, needs(run, model_config(run), 100))
+        assert found is not None
+        return found.trainer
+
+    run = _run(model, trainer=Trainer(ranks=3, checkpoint_activations=True))
+    both = trainer(msgspec.structs.replace(run, placement=Placement(share_gpu=True)))
+    required = needs(run, model_config(run), 100)
+    assert both - trainer(run) == required.training + (600 << 20), "two of three ranks on one of two cards"
 
 
 def test_a_drafter_that_learns_is_counted_where_the_trainer_computes(gpu: None, model: Path) -> None:

@@ -7,9 +7,11 @@ import pytest
 from rich.console import Console
 
 from asyncrl.config import Flow, Rollout, Run, Trainer
+from asyncrl.config.placement import Placement
 from asyncrl.config.staleness import EssBand
 from asyncrl.fleet.placement import CPU, GPU, Offer
 from asyncrl.simulation.outcome import Rates
+from asyncrl.system import shared_gpu
 from pipelines.cli import main
 from pipelines.plan import plan
 from pipelines.plan.estimate import Traffic, longest_prompt, model_config, needs, traffic
@@ -124,7 +126,12 @@ def test_a_terminal_without_boxes_gets_plain_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cards", "trainer", "said"),
     [
-        (2, Trainer(ranks=4), "trainer.ranks=4 need a GPU each, and this machine has 2: use trainer.ranks=2, or"),
+        (
+            2,
+            Trainer(ranks=4),
+            "trainer.ranks=4 need a GPU each, and this machine has 2: use trainer.ranks=2, trainer.device=cpu, or "
+            "placement.share_gpu=true to put several on one",
+        ),
         (4, Trainer(ranks=4), ""),
         (2, Trainer(ranks=4, device="cpu"), ""),
         (0, Trainer(ranks=4), ""),  # CPUs are shared
@@ -137,6 +144,23 @@ def test_ranks_without_a_gpu_of_their_own_are_refused(
     monkeypatch.setattr(plan, "gpu_count", lambda: cards)
     found = [problem for problem in plan.problems(Run(trainer=trainer)) if "trainer." in problem]
     assert [problem[: len(said)] for problem in found] == [said] * bool(said)
+
+
+def test_ranks_that_share_a_gpu_need_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "gpu_count", lambda: 1)
+    run = Run(trainer=Trainer(ranks=2), placement=Placement(share_gpu=True))
+
+    def said() -> list[str]:
+        return [problem for problem in plan.problems(run) if "share_gpu" in problem or "ranks" in problem]
+
+    monkeypatch.setattr(shared_gpu, "installed", lambda: (2, 27, 7))
+    assert said() == [
+        "placement.share_gpu=true needs NCCL 2.30 or newer, and 2.27.7 is here: install a newer nvidia-nccl-cu13, or "
+        "set placement.share_gpu=false with a GPU for each of trainer.ranks"
+    ]
+    for found in ((2, 30, 0), (3,), ()):
+        monkeypatch.setattr(shared_gpu, "installed", lambda found=found: found)
+        assert said() == []
 
 
 def test_ranks_are_counted_against_a_cluster_too() -> None:

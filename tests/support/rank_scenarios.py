@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -52,6 +53,7 @@ def _train(learner: Learner, groups: list[Group]) -> float:
 
 def _close(one: Learner, all_of_it: Learner, tolerance: float) -> None:
     """Gradients of every weight, by the largest of each."""
+    all_of_it.ranks.combine(all_of_it.model.parameters())
     names = [name for name, parameter in one.model.named_parameters() if parameter.requires_grad]
     for name, mine, theirs in zip(names, gradients_of(one), gradients_of(all_of_it), strict=True):
         whole = all_of_it.ranks.whole(theirs) * all_of_it.ranks.world
@@ -269,6 +271,20 @@ def bf16_gradients(ranks: Ranks, folder: Path) -> None:
     _close(one, several, 0.02)
 
 
+def bf16_reduction(ranks: Ranks, folder: Path) -> None:
+    """Gradients of an fp32 computation arrive as bf16 numbers, close to those that one rank computes."""
+    for model in (TIED, EXPERTS):
+        one, several = _both(folder, ranks, model=model)
+        for learner in (one, several):
+            learner.accumulate(make_groups(3))  # one batch: the next would be added to it in fp32
+        _close(one, several, 0.02)
+        found = [ranks.mine(gradient) for gradient in gradients_of(several)]
+        if model == TIED or ranks.experts is None:
+            assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in found)
+        if ranks.rank == 0:
+            assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients_of(one))
+
+
 def algorithms(ranks: Ranks, folder: Path) -> None:
     """Whole steps: a critic, advantages over the step, penalties in the reward, weights that are normalised, experts
     whose loads are figures."""
@@ -301,6 +317,31 @@ def twenty_steps(ranks: Ranks, folder: Path) -> None:
     gaps = [abs(_train(one, make_groups(3, seed)) - _train(several, make_groups(3, seed))) for seed in range(20)]
     assert max(gaps) <= 1e-5
     (folder / "gap").write_text(f"{max(gaps):.2g}")
+
+
+def equal_replicas(ranks: Ranks, folder: Path) -> None:
+    """Every replica has all weights, moments and norms, the same to the bit after steps whose gradient is shortened;
+    each of its ranks has only its part of them."""
+    run = msgspec.structs.replace(RUN, algorithm=PPO, trainer=Trainer(lr=1e-3, grad_clip=0.1))
+    for model in (TIED, EXPERTS):
+        learner, norms = Learner(folder / model, run, ranks), list[float]()
+        for seed in range(3):
+            learner.accumulate(make_groups(3, seed))
+            norms.append(learner.step().grad_norm)
+        assert learner.critic is not None
+        held = {name: ranks.mine(p.detach()) for name, p in learner.model.named_parameters()}
+        held |= {f"critic.{name}": ranks.mine(p.detach()) for name, p in learner.critic.named_parameters()}
+        moments = [ranks.mine(state["exp_avg_sq"]) for state in learner.optimizer.state.values()]
+        digest = sha256(repr(norms).encode())
+        for tensor in (*held.values(), *moments):
+            digest.update(tensor.cpu().numpy().tobytes())
+        places = [found.decode() for found in ranks.exchange(digest.hexdigest().encode())]
+        shards = len(set(places))
+        assert places == places[:shards] * (ranks.world // shards), "by the place in a replica"
+        first = next(learner.model.parameters())
+        rows = [int(count) for count in ranks.exchange(str(len(ranks.mine(first))).encode())]
+        assert sum(rows[:shards]) == len(first)
+        (folder / f"shards-{ranks.rank}").write_text(str(shards))
 
 
 def resume(ranks: Ranks, folder: Path) -> None:

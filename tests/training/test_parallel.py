@@ -48,7 +48,7 @@ def _models(folder: Path) -> Path:
 
 
 def _play(folder: Path, scenes: tuple[Scene, ...], world: int, context: int = 1, experts: int = 1) -> None:
-    played = play(world, scenes, folder, context=context, experts=experts)
+    played = play(world, scenes, folder, context_parallel=context, expert_parallel=experts)
     assert "".join("".join(found) for found in played.values()) == ""
 
 
@@ -83,7 +83,8 @@ def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> N
     [rank_scenarios.killed_in_forward, rank_scenarios.killed_in_backward, rank_scenarios.killed_in_checkpoint],
 )
 def test_nobody_waits_for_a_rank_that_was_killed(scene: Scene, tmp_path: Path) -> None:
-    played = play(2, (rank_scenarios.arrival, scene), _models(tmp_path), context=2, experts=2)
+    degrees: dict[str, Any] = {"context_parallel": 2, "expert_parallel": 2}
+    played = play(2, (rank_scenarios.arrival, scene), _models(tmp_path), **degrees)
     assert played[scene.__name__] == ["", "not played"]
 
 

@@ -1,25 +1,32 @@
 """Ranks that each hold a part of every weight (FSDP2), over gloo on CPUs and NCCL on GPUs.
 
 A layer's weights are whole only while it computes. Gradients come back as means over the ranks, each rank's own rows.
+With `trainer.replicas` this is true of each replica: it has every weight once, and what all ranks average is one
+gradient a step, in `combine`. `fully_shard` on a mesh of two dimensions would average over replicas in every backward,
+and a step has many: it would send as many times the bytes over the slower network.
+
 Between the ranks go numbers and JSON, never pickles; every wait among them has the deadline of the process group.
 """
 
 import os
 import sys
+from collections.abc import Iterable
 from ipaddress import ip_address
 from math import ceil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from asyncrl.config.run import Backend
+from asyncrl.config.trainer import Trainer
 from asyncrl.models.checkpoint import empty_policy
 from asyncrl.models.collectives import RankGroup
 from asyncrl.models.decoder import ExpertMixture
@@ -30,10 +37,12 @@ from asyncrl.training.distributed.shards import fill
 
 
 class FsdpRanks(Ranks):
-    def __init__(self, seat: RankSeat, device: torch.device, context: int = 1, experts: int = 1) -> None:
-        """Returns when every rank is here. `context` neighbours share their batches, and `experts` neighbours the
-        experts of each layer; weights are cut over all ranks."""
+    def __init__(self, seat: RankSeat, device: torch.device, settings: Trainer) -> None:
+        """Returns when every rank is here. The ranks that share weights, experts or batches are neighbours."""
         self.rank, self.world, self._device = seat.rank, seat.world, device
+        context, experts, self._replicas = settings.context_parallel, settings.expert_parallel, settings.replicas
+        self._shards = seat.world // self._replicas
+        self._reduced_in = torch.bfloat16 if settings.reduce_dtype == "bf16" else torch.float32
         if ip_address(seat.host).is_loopback:  # all on this machine: nothing listens beyond it
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
@@ -45,16 +54,18 @@ class FsdpRanks(Ranks):
             timeout=seat.timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        self._mesh = init_device_mesh(device.type, (seat.world,))
+        replica: Any = distributed.group.WORLD
+        self._peers = None
+        if self._replicas > 1:
+            replica = _neighbours(seat, self._shards)
+            self._peers = _same_places(seat, self._shards, seat.world)
+        self._mesh = DeviceMesh.from_group(replica, device.type)
         self.share, self.shares = seat.rank // context, seat.world // context
         if context > 1:
-            group, _ = distributed.new_subgroups(group_size=context, timeout=seat.timeout)
-            self.context = RankGroup(group)
+            self.context = RankGroup(_neighbours(seat, context))
         if experts > 1:
-            group, _ = distributed.new_subgroups(group_size=experts, timeout=seat.timeout)
-            places = [list(range(place, seat.world, experts)) for place in range(experts)]
-            copies, _ = distributed.new_subgroups_by_enumeration(places, timeout=seat.timeout)
-            self.experts = ExpertGroup(RankGroup(group), RankGroup(copies), seat.world)
+            group, copies = _neighbours(seat, experts), _same_places(seat, experts, self._shards)
+            self.experts = ExpertGroup(RankGroup(group), RankGroup(copies), self._shards, self._reduced_in)
 
     def load(
         self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
@@ -63,9 +74,10 @@ class FsdpRanks(Ranks):
         return empty_policy(path, backend, torch.float32, output=output)
 
     def shard(self, module: nn.Module, model: PolicyModel, path: Path, dtype: torch.dtype) -> None:
-        policy = MixedPrecisionPolicy()
-        if dtype == torch.bfloat16:  # the residual stream between the layers stays in fp32
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        narrow = dtype == torch.bfloat16  # the residual stream between the layers stays in fp32
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if narrow else None, reduce_dtype=self._reduced_in, cast_forward_inputs=not narrow
+        )
         for layer in model.blocks():
             fully_shard(layer, mesh=self._mesh, mp_policy=policy, ignored_params=self._share_experts(layer))
         # What is not in a layer stays whole from forward to backward: the output matrix is used between the two.
@@ -80,7 +92,7 @@ class FsdpRanks(Ranks):
             mixture.group = self.experts
             for name in ("gate_up", "down"):
                 whole = cast(nn.Parameter, getattr(mixture, name))
-                own = whole.new_empty(len(whole) // self.world, *whole.shape[1:], device=self._device)
+                own = whole.new_empty(len(whole) // self._shards, *whole.shape[1:], device=self._device)
                 sharded = DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False)
                 setattr(mixture, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
                 shared.add(getattr(mixture, name))
@@ -88,6 +100,23 @@ class FsdpRanks(Ranks):
 
     def settle(self, module: nn.Module) -> None:
         cast(FSDPModule, module).reshard()
+
+    def combine(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._peers is None:
+            return
+        for gradient in (self.mine(p.grad) for p in parameters if p.grad is not None):
+            sent = gradient.to(self._reduced_in)
+            distributed.all_reduce(sent, group=self._peers)
+            gradient.copy_(sent).div_(self._replicas)
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
+        """Each replica finds the norm by itself, and a sum in another order would have them part by a bit a step."""
+        trained = list(parameters)
+        norm = self.whole(get_total_norm([p.grad for p in trained if p.grad is not None]))
+        if self._peers is not None:
+            distributed.broadcast(norm, group=self._peers, group_src=0)
+        clip_grads_with_norm_(trained, limit, norm)
+        return float(norm)
 
     def exchange(self, message: bytes) -> list[bytes]:
         mine = torch.from_numpy(np.frombuffer(message + b"\0", np.uint8).copy()).to(self._device)
@@ -104,8 +133,8 @@ class FsdpRanks(Ranks):
     def rows(self, tensor: Tensor) -> range:
         if not isinstance(tensor, DTensor):  # a buffer, which every rank has whole
             return range(tensor.shape[0])
-        size = ceil(tensor.shape[0] / self.world)
-        return range(min(self.rank * size, tensor.shape[0]), min((self.rank + 1) * size, tensor.shape[0]))
+        size, place = ceil(tensor.shape[0] / self._shards), self.rank % self._shards
+        return range(min(place * size, tensor.shape[0]), min((place + 1) * size, tensor.shape[0]))
 
     def mine(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -116,3 +145,15 @@ class FsdpRanks(Ranks):
     def leave(self) -> None:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _neighbours(seat: RankSeat, size: int) -> Any:
+    """This rank's group, where as many neighbours are one."""
+    return distributed.new_subgroups(group_size=size, timeout=seat.timeout)[0]
+
+
+def _same_places(seat: RankSeat, size: int, within: int) -> Any:
+    """The ranks with this one's place in groups of `size` neighbours, among `within` of them."""
+    begins = range(0, seat.world, within)
+    groups = [list(range(begin + place, begin + within, size)) for begin in begins for place in range(size)]
+    return distributed.new_subgroups_by_enumeration(groups, timeout=seat.timeout)[0]

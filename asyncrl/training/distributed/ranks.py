@@ -1,12 +1,14 @@
 """What one rank of a trainer knows of the others, what they do together, and the rendezvous where they find each other.
 
 Every rank gets the same groups and makes the same calls in the same order. Each computes by itself what the share of
-every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. With
-`trainer.context_parallel` a share belongs to a group of ranks (asyncrl.training.distributed.context). `Ranks` is a
-trainer of one rank; `asyncrl.training.distributed.fsdp` has the one of several.
+every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. Every replica
+of the trainer, of which there are `trainer.replicas`, has each weight once. With `trainer.context_parallel` a share
+belongs to a group of ranks (asyncrl.training.distributed.context). `Ranks` is a trainer of one rank;
+`asyncrl.training.distributed.fsdp` has the one of several.
 """
 
 import socket
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -55,6 +57,14 @@ class Ranks:
 
     def settle(self, module: nn.Module) -> None:
         """Before its weights are read or written: a forward without a backward has left some of them whole."""
+
+    def combine(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Once a step: gradients that are means over a replica become means over all ranks. Every rank has to have
+        those of the same parameters."""
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
+        """Shorten their gradient to this norm if it is longer; the norm that it had."""
+        return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def mismatch(self) -> str:
         """What this rank was sent otherwise than it arrived, since the last call; nothing, as a rule."""

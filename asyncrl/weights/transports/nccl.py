@@ -34,8 +34,6 @@ from asyncrl.weights.transports.mirror import Mirror, MirrorWriter
 
 SCHEME = "nccl:"
 POLL_SECONDS = 0.001
-OLDEST_SHARED = 23000
-"""From 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1, several ranks may share one card."""
 
 
 class Nccl(Transport):
