@@ -20,6 +20,7 @@ from tests.support import quickstart_runs
     [
         pytest.param((), id="samples"),
         pytest.param(("trainer.context_parallel=2",), id="tokens", marks=pytest.mark.nightly),
+        pytest.param(("trainer.replicas=2",), id="replicas", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_is_killed_and_all_of_them_come_back(shared: tuple[str, ...], tmp_path: Path, model: Path) -> None:
@@ -43,7 +44,9 @@ def test_a_rank_is_killed_and_all_of_them_come_back(shared: tuple[str, ...], tmp
     load_model(run / "checkpoints" / "step-5")  # two files, as a sharded Hugging Face checkpoint
 
     config = run / "config.yaml"
-    one = config.read_text().replace("ranks: 2", "ranks: 1").replace("context_parallel: 2", "context_parallel: 1")
+    one = config.read_text()
+    for setting in ("ranks", "replicas", "context_parallel"):
+        one = one.replace(f"{setting}: 2", f"{setting}: 1")
     config.write_text(one.replace("steps: 5", "steps: 6"))
     quickstart_runs.resume(run)
     assert quickstart_runs.summary(tmp_path)["steps"] == 6
