@@ -51,8 +51,8 @@ def simulate(
 class Simulation:
     def __init__(self, run: Run, profile: Profile, *, engines: int, trainer_gpus: int, warm_up: int) -> None:
         profile = on_cluster(profile, engines=engines, trainer_gpus=trainer_gpus)
-        if profile.hardware is not None:  # a split of a cluster is a run of as many engines
-            run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, replicas=engines))
+        # A split is a run of so many engines: how many groups are kept ready depends on it.
+        run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, replicas=engines))
         self._run, self._profile, self._trainer_gpus, self._warm_up = run, profile, trainer_gpus, warm_up
         self._steps = run.steps + warm_up
         self.clock = Clock()

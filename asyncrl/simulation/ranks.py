@@ -50,17 +50,18 @@ def problem(profile: Profile, trainer_gpus: int) -> str:
     """Why so many GPUs cannot train; empty if they can."""
     if profile.hardware is None or profile.model is None:
         return ""
-    trainer, shape = profile.trainer, profile.model
-    if trainer_gpus % (unit := lcm(trainer.context_parallel, trainer.expert_parallel)):
-        return (
-            f"{trainer_gpus} GPUs of the trainer are no multiple of {unit}, which profile.trainer.context_parallel="
-            f"{trainer.context_parallel} and expert_parallel={trainer.expert_parallel} ask for"
-        )
-    least = ceil(STATE * shape.parameters / (USABLE * profile.hardware.capacity))
+    shape, capacity = profile.model, profile.hardware.capacity
+    unit = lcm(profile.trainer.context_parallel, profile.trainer.expert_parallel)
+    least = ceil(STATE * shape.parameters / (USABLE * capacity) / unit) * unit
     if trainer_gpus < least:
         return (
-            f"{trainer_gpus} GPUs of {profile.hardware.capacity / 1e9:g} GB cannot hold the trainer's "
+            f"{trainer_gpus} GPUs of {capacity / 1e9:g} GB are too few for the trainer's "
             f"{STATE * shape.parameters / 1e9:,.0f} GB: give it {least} or more"
+        )
+    if trainer_gpus % unit:
+        return (
+            f"{trainer_gpus} GPUs of the trainer are no multiple of {unit}, which profile.trainer.context_parallel="
+            f"{profile.trainer.context_parallel} and expert_parallel={profile.trainer.expert_parallel} ask for"
         )
     return ""
 
@@ -78,7 +79,7 @@ def _engine(profile: Profile, shape: Shape, links: Links) -> EngineCost:
     if held > USABLE * hardware.capacity:
         raise ConfigError(
             f"profile.engine.gpus={gpus}: each would hold {held / 1e9:.0f} GB of the weights, and has "
-            f"{hardware.capacity / 1e9:g} GB; set {ceil(BF16 * shape.parameters / (USABLE * hardware.capacity))} or more"
+            f"{hardware.capacity / 1e9:g} GB; set {ceil(held * gpus / (USABLE * hardware.capacity))} or more"
         )
     read, compute = gpus * hardware.memory * reached.memory, gpus * hardware.flops * reached.decoding
     joined = 2 * shape.layers * links.reduce(0, gpus)
@@ -113,9 +114,8 @@ def training(profile: Profile, gpus: int, lengths: Sequence[int]) -> Callable[[i
     if why_not := problem(profile, gpus):
         raise ConfigError(why_not)
     shape, links = profile.model, Links.of(profile.hardware, profile.reached)
-    token_seconds = trainer.token_seconds or _passes(trainer) * _operations(shape, profile, lengths) / (
-        profile.hardware.flops * profile.reached.training
-    )
+    reached = profile.hardware.flops * profile.reached.training
+    token_seconds = trainer.token_seconds or operations(shape, trainer, _attended(profile, lengths)) / reached
     shares = gpus // trainer.context_parallel
     sharded, experts = fsdp_seconds(shape, trainer, links, gpus), expert_seconds(shape, trainer, links, gpus)
 
@@ -129,17 +129,19 @@ def training(profile: Profile, gpus: int, lengths: Sequence[int]) -> Callable[[i
     return seconds
 
 
-def _passes(trainer: TrainerCost) -> int:
-    """Forwards that a forward and backward costs: a backward is two."""
-    return 3 + trainer.recompute + trainer.forwards
+def operations(shape: Shape, trainer: TrainerCost, context: float) -> float:
+    """Of one token in a forward and backward: two for each weight in a forward, and four for each number of a head in
+    each of the `context` tokens that it attends to. A backward has twice as many; that of attention computes the scores
+    again, and has five products to the forward's two."""
+    forwards = 1 + trainer.recompute + trainer.forwards
+    weights, attention = 2 * shape.used, 4 * shape.layers * shape.heads * shape.head_dim * context
+    return (forwards + 2) * weights + (forwards + 2.5) * attention
 
 
-def _operations(shape: Shape, profile: Profile, lengths: Sequence[int]) -> float:
-    """Of one token in a forward: two for each weight, and four for each number of a head that it attends to, which are
-    those of half its completion."""
+def _attended(profile: Profile, lengths: Sequence[int]) -> float:
+    """Tokens, on average: half of the token's own completion with its prompt."""
     whole = [profile.prompt_tokens + length for length in lengths]
-    attended = sum(length * length for length in whole) / (2 * sum(whole))
-    return 2 * shape.used + 4 * shape.layers * shape.heads * shape.head_dim * attended
+    return sum(length * length for length in whole) / (2 * sum(whole))
 
 
 def fsdp_seconds(shape: Shape, trainer: TrainerCost, links: Links, ranks: int) -> float:
