@@ -63,12 +63,13 @@ def solve(
 
 
 def run(groups: int, size: int, tokens: int, take: int, staleness: int, control: StalenessControl, steps: int) -> Run:
+    """Others generate as far ahead as staleness allows: nobody keeps fewer groups ready for freshness."""
     return Run(
         steps=steps,
         max_staleness=staleness,
         staleness=control,
         rollout=Rollout(group_size=size, max_tokens=tokens),
-        flow=Flow(groups_per_step=groups, groups_per_take=take, group_timeout_s=1e6),
+        flow=Flow(groups_per_step=groups, groups_per_take=take, max_ready_groups=0, group_timeout_s=1e6),
         buffer=Buffer(max_bytes=1 << 45),
     )
 

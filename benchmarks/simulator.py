@@ -1,7 +1,8 @@
 """The simulator against real runs, against published figures, and against the clock.
 
-    python -m benchmarks.simulator                  all three; minutes, most of them real runs
+    python -m benchmarks.simulator                  all of it; minutes, most of them real runs
     python -m benchmarks.simulator --only published
+    python -m benchmarks.simulator --only clusters  published figures of trainers, weight updates and runs on clusters
 
 Each real pair is two runs with different settings: the first is measured, the second predicted from it and compared.
 Real runs want an otherwise idle machine: both runs of a pair must have the same machine for a prediction to mean
@@ -28,6 +29,7 @@ from asyncrl.simulation.sizing import shortened, size
 from asyncrl.system.run_directory import RunDirectory
 from asyncrl.training.warm_start import make_model
 from benchmarks.published import Line, nemo_lines, projected_lines, verl_lines
+from benchmarks.published_clusters import MISSED, cluster_lines, missed
 from benchmarks.runs import WARM_STEPS, steady
 from benchmarks.runs import run as run_really
 from pipelines.compose import from_yaml
@@ -143,7 +145,7 @@ def show(lines: Iterable[Line], left: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("real", "published", "large"))
+    parser.add_argument("--only", choices=("real", "published", "clusters", "large"))
     parser.add_argument("--runs", nargs="+", choices=tuple(PAIRS), default=list(PAIRS), help="pairs of real runs")
     parser.add_argument("--steps", type=int, default=40, help="of each real run")
     options = parser.parse_args()
@@ -151,6 +153,11 @@ def main() -> None:
         show([*nemo_lines(), *projected_lines(), *verl_lines()], "published")
         print("verl with answers of twice the length:")
         show(verl_lines(2.0), "published")
+    if options.only in (None, "clusters"):
+        lines = [*cluster_lines()]
+        show(lines, "published")
+        for row in sorted(missed(lines)):
+            print(f"missed: {row}: {MISSED.get(row, 'why, is not known')}")
     if options.only in (None, "large"):
         large()
     if options.only in (None, "real"):

@@ -63,7 +63,8 @@ def explain(error: msgspec.ValidationError, raw: Mapping[str, Any], struct: type
         hint = f"; use one of {', '.join(map(str, info.values))}"
     elif isinstance(info, inspect.StrType) and isinstance(value, int | float):
         hint = f"; quote text that looks like a number: {where}='\"{value}\"'"
-    return f"{where}={value}: {what[0].lower()}{what[1:]}{hint}"
+    said = f"{what[0].lower()}{what[1:]}{hint}"
+    return f"{where}={value}: {said}" if where else said  # else all of it is meant
 
 
 def _refused_item(items: Mapping[str, Any], wanted: inspect.Type) -> tuple[str, Any]:

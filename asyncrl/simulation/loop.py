@@ -20,6 +20,7 @@ from asyncrl.fleet.staleness import StalenessController
 from asyncrl.simulation.clock import Clock, Process, Signal
 from asyncrl.simulation.outcome import Outcome, Step, rates, share
 from asyncrl.simulation.profile import Profile, Sharing
+from asyncrl.simulation.ranks import on_cluster, training
 from asyncrl.simulation.rollouts import BYTES_PER_TOKEN, OVERHEAD_BYTES, Rollouts
 from asyncrl.types import Ticket
 
@@ -49,6 +50,9 @@ def simulate(
 
 class Simulation:
     def __init__(self, run: Run, profile: Profile, *, engines: int, trainer_gpus: int, warm_up: int) -> None:
+        profile = on_cluster(profile, engines=engines, trainer_gpus=trainer_gpus)
+        # A split is a run of so many engines: how many groups are kept ready depends on it.
+        run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, replicas=engines))
         self._run, self._profile, self._trainer_gpus, self._warm_up = run, profile, trainer_gpus, warm_up
         self._steps = run.steps + warm_up
         self.clock = Clock()
@@ -60,6 +64,7 @@ class Simulation:
         self.buffer = _buffer(run, None if warm_up else self._steps)
         self.rollouts = Rollouts(run, profile, self.clock, self.buffer, self.changed, self.slots)
         self.rollouts.join(engines)
+        self._train_seconds = training(profile, trainer_gpus, self.rollouts.answers.some())
         self._machine = SharedMachine(profile.sharing, self.clock, self.rollouts)
         self._controller = StalenessController(run.staleness, run.max_staleness)
         self._window = ReadyWindow(run)
@@ -111,9 +116,7 @@ class Simulation:
                 waited += self.clock.now - begun
                 starved += lacks_fresh * (self.clock.now - begun)
                 groups += delivery.groups
-                yield from self._machine.compute(
-                    trainer.per_take + self._tokens(delivery.groups) * trainer.token_seconds / self._trainer_gpus
-                )
+                yield from self._machine.compute(self._train_seconds(self._tokens(delivery.groups)))
             while self._publishing:
                 yield self._published
             yield trainer.per_step

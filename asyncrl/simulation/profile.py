@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from asyncrl.config.base import AboveZero, Fraction, Natural, NonNegative, Positive, Settings
 from asyncrl.config.errors import explain, unknown_keys
 from asyncrl.errors import ConfigError
+from asyncrl.simulation.hardware import H100, H200, Reached
+from asyncrl.simulation.shape import Shape
 
 BLOCK = 512
 """Groups that are drawn together: a generator costs as much as a hundred draws."""
@@ -105,6 +107,30 @@ class ExpertStep(Settings, frozen=True, tag_field="type", tag="experts"):
         return self.seconds + self.all_experts * share + self.per_row * rows
 
 
+class Roofline(Settings, frozen=True, tag_field="type", tag="roofline"):
+    """A decoding step that reads weights and computes rows at the same time: the longer of the two counts, and what
+    comes on top. `profile.hardware` and `profile.model` give all of it."""
+
+    seconds: NonNegative = 0.0
+    """Of every step: starting kernels, joining GPUs."""
+    per_row: NonNegative = 0.0
+    """Of each row: sampling, and what GPUs exchange of it."""
+    read: NonNegative = 0.0
+    """Reading the weights that all tokens use."""
+    compute_row: NonNegative = 0.0
+    """Computing one row."""
+    experts: Natural = 0
+    """Of a layer; they are read as in `experts`."""
+    active: Natural = 0
+    all_experts: NonNegative = 0.0
+    """Reading the experts of all layers."""
+
+    def at(self, rows: int) -> float:
+        share = 1 - (1 - self.active / self.experts) ** rows if self.experts else 0.0
+        read = self.read + self.all_experts * share
+        return self.seconds + self.per_row * rows + max(read, self.compute_row * rows)
+
+
 class Speculation(Settings, frozen=True):
     """Drafts: each step gives several tokens and takes longer."""
 
@@ -126,7 +152,7 @@ class EngineCost(Settings, frozen=True):
     """That one engine takes."""
     max_batch: Positive = 256
     """Completions decoded together; further ones wait in the engine."""
-    step: Affine | Table | ExpertStep = Affine()
+    step: Affine | Table | ExpertStep | Roofline = Affine()
     """A decoding step by the number of completions in it, without what their length adds."""
     per_context_token: NonNegative = 0.0
     """Added to a step for each token, given or sampled, that the completions in it have so far: reading the KV
@@ -158,6 +184,15 @@ class TrainerCost(Settings, frozen=True):
     """Of each update, and what else happens once a step."""
     per_ask: NonNegative = 0.0
     """Of asking the buffer for groups, even if they are there. It counts as waiting."""
+    token_budget: Positive = 8192
+    """As in a run; with `hardware`, each batch of so many tokens costs its collectives."""
+    context_parallel: Positive = 1
+    """As in a run, and so is `expert_parallel`."""
+    expert_parallel: Positive = 1
+    recompute: bool = True
+    """Activations are computed again in the backward: one forward more."""
+    forwards: Natural = 0
+    """Further forwards of every batch, as of a reference model."""
 
     def __post_init__(self) -> None:
         if bool(self.active_parameters) != bool(self.flops):
@@ -219,8 +254,26 @@ class Profile(Settings, frozen=True):
     """Share of the groups whose rewards differ. The trainer computes nothing for the others."""
     kl_per_version: NonNegative = 0.0
     """Mismatch KL for each version of age, which is what `staleness=ess` and `kl` watch."""
+    hardware: H100 | H200 | None = None
+    """With it ranks and their collectives cost what `asyncrl.simulation.ranks` says, and so does what has no number of
+    its own: the engine's step, the trainer's tokens, weight updates."""
+    reached: Reached = Reached()
+    model: Shape | None = None
+    """Needed with `hardware`."""
     source: str = ""
     """Where the numbers are from."""
+
+    def __post_init__(self) -> None:
+        if self.hardware is None:
+            return
+        if self.model is None:
+            raise ValueError("hardware says how fast machines are, and model is missing: give its sizes")
+        for name, degree, what, many in (
+            ("context_parallel", self.trainer.context_parallel, "heads", self.model.heads),
+            ("expert_parallel", self.trainer.expert_parallel, "experts", self.model.experts or 1),
+        ):
+            if many % degree:
+                raise ValueError(f"trainer.{name}={degree} does not divide the {many} {what} of the model")
 
 
 def convert(raw: Mapping[str, Any]) -> Profile:
@@ -263,6 +316,10 @@ class Answers:
         """Tokens of each completion, and whether their rewards differ."""
         lengths, informative = self._block(group // BLOCK)
         return lengths[group % BLOCK], informative[group % BLOCK]
+
+    def some(self) -> list[int]:
+        """Lengths of the first completions."""
+        return [length for group in self._block(0)[0] for length in group]
 
     def _draw(self, block: int) -> tuple[list[list[int]], list[bool]]:
         rng = np.random.default_rng((self._seed, block))

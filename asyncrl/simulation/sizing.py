@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulation.loop import simulate
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.profile import Profile, Sharing
+from asyncrl.simulation.ranks import problem
 
 PARTS = 6
 """The first look is at the trainer's share in sixths."""
@@ -59,8 +60,12 @@ def size(run: Run, profile: Profile, gpus: int) -> Sizing:
             "trainer needs at least one"
         )
     found: dict[int, Outcome] = {}
+    possible = [engines for engines in range(1, most + 1) if not problem(profile, gpus - engines * profile.engine.gpus)]
+    if not possible:
+        raise ConfigError(f"--gpus {gpus} cannot be split: {problem(profile, gpus - profile.engine.gpus)}")
     looks = {min(most, max(1, round(gpus * part / PARTS / profile.engine.gpus))) for part in range(1, PARTS)}
     for _ in range(1 + REFINEMENTS):
+        looks = {min(possible, key=lambda engines: abs(engines - look)) for look in looks}
         found |= _simulate(run, profile, gpus, sorted(looks.difference(found)))
         looks = set(_middles(sorted(found), _best(found)))
     engines = sorted(found)

@@ -136,10 +136,24 @@ def test_profiles_that_come_along(name: str, call: Call) -> None:
     assert "32 : 32" in out
 
 
+@pytest.mark.parametrize("name", ["h100_8b", "h100_30b_a3b", "h100_235b_a22b"])
+def test_shipped_clusters_of_h100_and_h200(name: str, call: Call) -> None:
+    """Fewer samples than GPUs, so that it is quick; faster memory generates faster."""
+    steps: list[float] = []
+    for hardware in ("h100", "h200"):
+        code, out, err = call(
+            *("--profile", name, f"profile.hardware.type={hardware}", "--gpus", "256", "--trainer-gpus", "128"),
+            *("flow.groups_per_step=8", "rollout.group_size=8", "max_staleness=0", "--steps", "1", "--json"),
+        )
+        assert (code, err) == (0, "")
+        steps.append(json.loads(out)["rates"]["step_seconds"])
+    assert steps[1] < steps[0]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ((), "--from RUN measures a finished run, --profile takes a file or one of gb200_235b_a22b, gb200_8b, h200_"),
+        ((), "--from RUN measures a finished run, --profile takes a file or one of gb200_235b_a22b, gb200_8b, h100_"),
         (("--profile", "h20"), "--profile h20 is no file and not shipped: did you mean h20_7b?"),
         (("--profile", "bad.yaml"), "profile: unknown key engine.steps: did you mean engine.step?"),
         (("--profile", "h20_7b", "profile.sync.pause=9"), "pause=9 is a part of seconds=4.2"),
@@ -149,6 +163,18 @@ def test_profiles_that_come_along(name: str, call: Call) -> None:
         (("--profile", "h200_30b_a3b", "profile.trainer.per_token=1"), "per_token is what active_parameters / flops"),
         (("--profile", "h20_7b", "profile.trainer.gpus.x=1"), "profile.gpus is a single value"),
         (("--profile", "h20_7b", "--gpus", "4"), "--gpus 4 cannot be split"),
+        (
+            ("--profile", "h100_8b", "profile.hardware.type=h300"),
+            "hardware.type=h300: invalid value 'h300'; use one of",
+        ),
+        (
+            ("--profile", "h100_235b_a22b", "--gpus", "64"),
+            "56 GPUs of 80 GB are too few for the trainer's 3,761 GB: give it 64",
+        ),
+        (
+            ("--profile", "h100_30b_a3b", "--gpus", "32", "--trainer-gpus", "10"),
+            "10 GPUs of the trainer are no multiple of 8",
+        ),
         (("--profile", "h20_7b", "--gpus", "8", "--trainer-gpus", "6"), "--trainer-gpus 6 of --gpus 8 leaves no"),
         (("--profile", "h20_7b", "max_stalenes=1"), "unknown key max_stalenes: did you mean max_staleness?"),
         (("--from", "nowhere"), "nowhere is not a run directory"),
