@@ -39,7 +39,7 @@ VERSIONS = 2
 STAGED = 3 << 25
 """Numbers of offloaded state that visit the GPU at a time (asyncrl.training.adamw)."""
 TOP = 10
-"""Numbers of each of a teacher's likeliest tokens: what teacher and policy say of it, what their KL keeps, gradients."""
+"""Numbers of each of a teacher's likeliest tokens: what both models say of it, what their KL keeps, gradients."""
 ROUTE = 64
 """Of one chosen expert of one token: indices in 8 bytes each, and weights."""
 THROUGH_TRANSFORMERS = 2
