@@ -334,11 +334,11 @@ def _gradient(
 def _top_gradient(scaled_C_V: Tensor, ids_C_K: Tensor, top_C_B: Tensor, grad_C_B: Tensor) -> Tensor:
     grad_C_K, tail_C_1 = grad_C_B[:, :-1], top_C_B[:, -1:]
     grad_tail_C_1 = grad_C_B[:, -1:].where(tail_C_1 > FAINT, 0)  # below it the tail is a constant
-    share_C_1 = grad_tail_C_1 * (-tail_C_1).exp()
+    share_C_1 = grad_tail_C_1 * (-tail_C_1).exp()  # large where the tail is faint, so none of it meets the ids
+    total_C_1 = grad_C_K.sum(-1, keepdim=True) + grad_tail_C_1
     found_C_V = scaled_C_V.softmax(-1)
-    of_ids_C_K = grad_C_K - found_C_V.gather(1, ids_C_K) * share_C_1
-    found_C_V.mul_(share_C_1 - grad_tail_C_1 - grad_C_K.sum(-1, keepdim=True))
-    return found_C_V.scatter_add_(1, ids_C_K, of_ids_C_K)
+    of_ids_C_K = grad_C_K - found_C_V.gather(1, ids_C_K) * total_C_1
+    return found_C_V.mul_(share_C_1 - total_C_1).scatter_(1, ids_C_K, of_ids_C_K)
 
 
 def _scaled_softmax(

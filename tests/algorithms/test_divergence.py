@@ -58,6 +58,19 @@ def test_over_the_whole_vocabulary_it_is_torchs_own(case: tuple[int, int, float,
     torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_in_fp32_a_faint_tail_costs_no_digits(direction: Direction) -> None:
+    """The policy finds the teacher's tail e^30 times less likely than the teacher does."""
+    logits, teacher = _logits(1, 9, 1.0)
+    rest = teacher.argsort(-1)[:, :-4]
+    logits = logits.detach().scatter(1, rest, -31.0 + 0.1 * rest.double()).requires_grad_()
+    gradients = [
+        torch.autograd.grad(_over(direction, logits.to(dtype), teacher.to(dtype), 4, 1.0).sum(), logits)[0]
+        for dtype in (torch.float32, torch.float64)
+    ]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
+
+
 @given(cases, st.sampled_from(DIRECTIONS))
 def test_over_fewer_tokens_it_is_a_lower_bound(case: tuple[int, int, float, float], direction: Direction) -> None:
     """And never negative: of one token and its tail, of two, and so on to all."""
