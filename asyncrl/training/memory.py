@@ -38,8 +38,9 @@ VERSIONS = 2
 """Versions of the weights that lie where engines read them: the one that they load, and the next."""
 STAGED = 3 << 25
 """Numbers of offloaded state that visit the GPU at a time (asyncrl.training.adamw)."""
-TOP = 10
-"""Numbers of each of a teacher's likeliest tokens: what both models say of it, what their KL keeps, gradients."""
+TOP = 6
+"""Numbers of each of a teacher's likeliest tokens: as it travels and its id in 8 bytes, what the policy says of it, and
+the gradient of that."""
 ROUTE = 64
 """Of one chosen expert of one token: indices in 8 bytes each, and weights."""
 THROUGH_TRANSFORMERS = 2

@@ -337,15 +337,16 @@ def test_the_head_takes_two_blocks_of_logits_and_its_gradient() -> None:
     assert expected == pytest.approx(peak, rel=0.05)
 
 
-def test_a_teachers_likeliest_tokens_take_a_third_block_and_some_numbers_each() -> None:
-    tokens, rows, vocabulary, hidden, count = 640, 64, 4096, 192, 300
+@pytest.mark.parametrize("rows", [64, 640])
+def test_a_teachers_likeliest_tokens_take_a_third_block_and_some_numbers_each(rows: int) -> None:
+    tokens, vocabulary, hidden, count = 640, 4096, 192, 300
     with FakeTensorMode(), _Live() as live:
         states, output = torch.empty(tokens, hidden).requires_grad_(), torch.empty(vocabulary, hidden).requires_grad_()
-        target, said = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, 2 * count + 1)
+        target = torch.empty(tokens, dtype=torch.int64)
         for tensor in (states, output, target):
             live.see(tensor)
         before = live.now
-        live.see(said)
+        said = torch.empty(tokens, 2 * count + 1)
         ids, teacher = said[:, :count].long(), said[:, count:]
         found = chunked_logprobs(states, output, target, temperature=0.7, chunk=rows, ids_L_K=ids)
         assert found.top_L_B is not None
@@ -353,7 +354,7 @@ def test_a_teachers_likeliest_tokens_take_a_third_block_and_some_numbers_each() 
         peak = live.peak - before
     run = Run(trainer=Trainer(logits_bytes=rows * vocabulary * 4), distill=Distillation(top_k=count))
     expected = memory._head_bytes(run, ModelConfig.from_hf(SHAPES["llama"] | SIZES), tokens) - tokens * hidden * 4
-    assert expected == pytest.approx(peak, rel=0.1)
+    assert expected == pytest.approx(peak, rel=0.05)
 
 
 def test_the_peak_by_hand() -> None:
