@@ -65,8 +65,9 @@ def test_the_student_comes_closer_to_its_teacher(tmp_path: Path, model: Path, te
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_over_the_likeliest_tokens_it_comes_closer(tmp_path: Path, model: Path, teacher: Path) -> None:
-    settings = "steps=12", "flow.groups_per_step=48", "flow.groups_per_take=16", "max_staleness=1", "pipeline=distill"
+    settings = "steps=8", "flow.groups_per_step=48", "flow.groups_per_take=16", "max_staleness=1", "pipeline=distill"
     rest = "trainer.warmup_steps=4", "distill.top_k=8", f"teachers=[{{path:{teacher}}}]"
     quickstart_runs.run(tmp_path, model, *SMALL, *settings, *rest)
     run = tmp_path / "run"
@@ -83,11 +84,10 @@ def test_over_the_likeliest_tokens_it_comes_closer(tmp_path: Path, model: Path, 
     assert all(each.teacher_top_k.shape == (each.sampled_tokens, 17) for each in read_run(run / "trajectories"))
     assert check(run).sound
     done = replay(run)
-    assert done.out.splitlines()[-1].startswith("identical: 12 steps again"), done.err
-    for other in ("distill.top_k=0", "distill.divergence=forward"):
-        done = replay(run, other)
-        assert done.code == 0, done.err
-        assert not done.out.splitlines()[-1].startswith("identical")
+    assert done.out.splitlines()[-1].startswith("identical: 8 steps again"), done.err
+    without = replay(run, "distill.top_k=0")
+    assert without.code == 0, without.err
+    assert not without.out.splitlines()[-1].startswith("identical")
 
 
 def _unsure(student: Path, directory: Path, tensor: str, rows: slice) -> Path:
