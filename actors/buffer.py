@@ -22,8 +22,8 @@ from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.types import BufferStatus, Delivery, LedgerCounts, Receipt, Segment, Slot, Ticket
 
 T = TypeVar("T")
-BYTES_PER_TOKEN, BYTES_OF_TEACHERS = 12, 4
-"""Token id, log-probability and version; and what teachers say of it."""
+BYTES_PER_TOKEN = 12
+"""Token id, log-probability and version."""
 BEGUN = 256
 """Completions whose progress is kept before the first search for those that have ended."""
 OVERHEAD_BYTES = 2048
@@ -57,7 +57,7 @@ class BufferActor:
     ) -> None:
         """`restore_step`: optimizer steps in the checkpoint that is resumed from; None begins in an empty directory.
         `sizes`: of the sources of prompts, for a curriculum."""
-        token = BYTES_PER_TOKEN + BYTES_OF_TEACHERS * bool(run.teachers)
+        token = BYTES_PER_TOKEN + run.distill.token_bytes * bool(run.teachers)
         self._store = TrajectoryBuffer(
             directory,
             run.name,

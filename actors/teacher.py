@@ -20,13 +20,21 @@ from asyncrl.config.distillation import Teacher
 from asyncrl.drop_reasons import DropReason
 from asyncrl.observe.diagnosis.activity import Activity
 from asyncrl.observe.diagnosis.snapshot import Situation
-from asyncrl.training.teacher import TeacherModel
+from asyncrl.training.teacher import Said, TeacherModel
 from asyncrl.types import Floats, Trajectory
 from asyncrl.user_code.failures import ENOUGH, Failures, FunctionFailure
 from asyncrl.user_code.protocol import RewardFailure, describe
 
-Judgement = bytes | RewardFailure
-"""float32 of each sampled token, or why there are none."""
+
+class Taught(NamedTuple):
+    """What a trajectory keeps of its teachers (`asyncrl.types.Trajectory`)."""
+
+    logprobs: bytes = b""
+    top_k: bytes = b""
+
+
+Judgement = Taught | RewardFailure
+"""Or why there is none."""
 
 
 class TeacherStats(msgspec.Struct, kw_only=True):
@@ -43,12 +51,12 @@ class TeacherStats(msgspec.Struct, kw_only=True):
 class TeacherActor:
     """Owns one teacher."""
 
-    def __init__(self, run: Run, settings: Teacher) -> None:
-        """One of the run's, with the path that it has on this machine."""
+    def __init__(self, run: Run, settings: Teacher, vocabulary: int | None = None) -> None:
+        """One of the run's, with the path that it has on this machine; `vocabulary` is the student's."""
         torch.set_num_threads(run.trainer.threads)
         self._settings = settings
         self._token_budget = run.trainer.token_budget
-        self._model = TeacherModel(settings, run)
+        self._model = TeacherModel(settings, run, vocabulary)
         self._waiting: list[_Question] = []
         self._working: asyncio.Task[None] | None = None
         self._stats = TeacherStats()
@@ -57,7 +65,7 @@ class TeacherActor:
         self._activity = Activity()
 
     async def judge(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
-        """Of each its tokens' log-probabilities; waits while others are computed, which then may come together."""
+        """What it says of the tokens of each; waits while others are computed, which then may come together."""
         answers: asyncio.Future[list[Judgement]] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Question(trajectories, answers, time.monotonic()))
         if self._working is None or self._working.done():
@@ -92,18 +100,18 @@ class TeacherActor:
     def _judged(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
         """Where some have no answer each is asked for alone: one bad sample costs no other."""
         try:
-            found = self._model.logprobs(trajectories)
+            found = self._model.judge(trajectories)
         except Exception:  # the same of those that are to blame
             found = []
-        if len(found) == len(trajectories) and all(map(_is_finite, found)):
+        if len(found) == len(trajectories) and not any(each.broken for each in found):
             return [self._counted(each) for each in found]
         return [self._alone(each) for each in trajectories]
 
     def _alone(self, trajectory: Trajectory) -> Judgement:
         try:
-            (found,) = self._model.logprobs([trajectory])
-            if not _is_finite(found):
-                raise ArithmeticError(f"{(~np.isfinite(found)).sum()} of {len(found)} log-probabilities are not finite")
+            (found,) = self._model.judge([trajectory])
+            if broken := found.broken:
+                raise ArithmeticError(f"{broken} of {len(found.logprobs)} log-probabilities are not finite")
             return self._counted(found)
         except Exception as error:  # of any kind, down to a device without memory
             message, source = describe(error)
@@ -118,10 +126,10 @@ class TeacherActor:
             )
             return RewardFailure(DropReason.TEACHER_ERROR, message, source)
 
-    def _counted(self, found: Floats) -> bytes:
+    def _counted(self, found: Said) -> Taught:
         self._stats.samples += 1
-        self._stats.tokens += len(found)
-        return found.tobytes()
+        self._stats.tokens += len(found.logprobs)
+        return Taught(found.logprobs.tobytes(), found.top_k.tobytes())
 
     async def stats(self) -> TeacherStats:
         return self._stats
@@ -157,10 +165,6 @@ class _Question(NamedTuple):
         return sum(len(segment) for trajectory in self.trajectories for segment in trajectory.segments)
 
 
-def _is_finite(found: Floats) -> bool:
-    return bool(np.isfinite(found).all())
-
-
 class Teachers:
     """The teachers of a run together, as an engine's delivery asks them."""
 
@@ -170,18 +174,21 @@ class Teachers:
         self._weight_N = (weight_N / weight_N.sum()).astype(np.float32)
 
     async def judge(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
-        """The weighted mean of their log-probabilities; a failure where one of them fails."""
+        """The weighted mean of their log-probabilities, and the likeliest tokens of the first, which is the only one
+        where these are asked for; a failure where one of them fails."""
         bare = [_without_routes(each) for each in trajectories]
         answers = await asyncio.gather(*(actor.judge(bare) for actor in self._actors))
         return [self._mean(of_one) for of_one in zip(*answers, strict=True)]
 
     def _mean(self, answers: Sequence[Judgement]) -> Judgement:
         found: list[Floats] = []
+        top_k: list[bytes] = []
         for answer in answers:
             if isinstance(answer, RewardFailure):
                 return answer
-            found.append(np.frombuffer(answer, np.float32))
-        return (self._weight_N @ np.stack(found)).astype(np.float32).tobytes()
+            found.append(np.frombuffer(answer.logprobs, np.float32))
+            top_k.append(answer.top_k)
+        return Taught((self._weight_N @ np.stack(found)).astype(np.float32).tobytes(), top_k[0])
 
 
 def _without_routes(trajectory: Trajectory) -> Trajectory:

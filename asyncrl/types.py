@@ -211,6 +211,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Of a harness."""
     teacher_logprob_bytes: bytes = b""
     """Of a distillation: log-probability of each sampled token under its teachers, their weighted mean."""
+    teacher_top_k_bytes: bytes = b""
+    """With `distill.top_k`, of each sampled token's place: the teacher's K likeliest tokens, their log-probabilities,
+    and that of all other tokens together."""
 
     @property
     def tokens(self) -> Ints:
@@ -231,6 +234,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     def teacher_logprobs(self) -> Floats:
         """Of the sampled tokens; empty without a teacher."""
         return np.frombuffer(self.teacher_logprob_bytes, dtype=np.float32)
+
+    @property
+    def teacher_top_k(self) -> Ints:
+        """A row of K token ids, then the bits of K + 1 float32, for each sampled token; rows are empty without."""
+        return np.frombuffer(self.teacher_top_k_bytes, dtype=np.int32).reshape(max(1, self.sampled_tokens), -1)
 
     @property
     def route_bytes(self) -> bytes:

@@ -4,8 +4,9 @@
     python -m benchmarks.distillation --seeds 0 --steps 60 --jobs 1
 
 The teacher is the quickstart's model after its run: a warm start of 800 steps, then rewards. The student is a smaller
-model with a shorter warm start. It is trained twice from there with equally many samples a step: by rewards alone, with
-the quickstart's settings, and by the teacher alone (`distill.reward=0`, groups of one, a learning rate of its own).
+model with a shorter warm start. It is trained three times from there with equally many samples a step: by rewards
+alone, with the quickstart's settings; by the teacher alone (`distill.reward=0`, groups of one, a learning rate of its
+own), which judges the sampled tokens; and by the same teacher over its likeliest tokens (`distill.top_k`).
 Each is evaluated on the same held-out prompts as the teacher was.
 Samples are counted to the first held-out score within `--points` of the teacher's. Finished runs are kept
 (`benchmarks.studies`).
@@ -23,6 +24,9 @@ from benchmarks.runs import Point, curve, reached
 from benchmarks.studies import Study, add_options
 
 TEACHER, REWARDS, TAUGHT = "teacher", "rewards", "teacher alone"
+TOP_K = 16
+"""Of the 41 tokens of the quickstart."""
+LIKELIEST = f"top {TOP_K} of the teacher"
 TEACHER_STEPS = 150
 
 
@@ -51,16 +55,17 @@ def table(found: dict[int, Compared], points: float) -> str:
 
 
 def arms(teacher: Path) -> dict[str, list[str]]:
-    """As many samples a step in both. What a teacher says of every token is less noisy than a reward, so that steps may
+    """As many samples a step in all. What a teacher says of every token is less noisy than a reward, so that steps may
     be larger."""
     size = "rollout.group_size=1", "flow.groups_per_step=256", "flow.groups_per_take=32"
     rate = "trainer.lr=1e-3", "trainer.warmup_steps=3"
-    return {REWARDS: [], TAUGHT: [f"teachers=[{{path: {teacher}}}]", *size, *rate]}
+    taught = [f"teachers=[{{path: {teacher}}}]", *size, *rate]
+    return {REWARDS: [], TAUGHT: taught, LIKELIEST: [*taught, f"distill.top_k={TOP_K}"]}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="for both runs of the student")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="for all runs of the student")
     add_options(parser, "runs/distillation")
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     parser.add_argument("--prompts", type=int, default=512, help="of an evaluation")

@@ -10,7 +10,7 @@ import msgspec
 from actors.buffer import BufferActor
 from actors.reward import RewardActor
 from actors.runtime.background import retrieve_exception
-from actors.teacher import Judgement, Teachers
+from actors.teacher import Judgement, Taught, Teachers
 from asyncrl.data.arrow import encode
 from asyncrl.fleet.concurrency import GATHER_SECONDS
 from asyncrl.observe.diagnosis.snapshot import Stage
@@ -83,7 +83,9 @@ class DeliveryQueue:
             elif isinstance(judgement, RewardFailure):
                 await self._buffer.fail(trajectory.slot, judgement.reason, trajectory.sampled_tokens)
             else:
-                taught = msgspec.structs.replace(trajectory, teacher_logprob_bytes=judgement)
+                taught = msgspec.structs.replace(
+                    trajectory, teacher_logprob_bytes=judgement.logprobs, teacher_top_k_bytes=judgement.top_k
+                )
                 payloads.append(encode(rewarded(taught, result)))
         if payloads:
             await self._store(payloads)
@@ -100,7 +102,7 @@ class DeliveryQueue:
     async def _judge(self, batch: Sequence["_Finished"]) -> list[Judgement]:
         """What the teachers say, if there are any."""
         if self._teachers is None:
-            return [b""] * len(batch)
+            return [Taught()] * len(batch)
         return await self._teachers.judge([trajectory for _, trajectory, _ in batch])
 
     async def _score(self, batch: Sequence["_Finished"]) -> list[RewardResult]:

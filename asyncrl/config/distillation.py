@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.config.base import AboveZero, NonNegative, Settings
+from asyncrl.config.base import AboveZero, Natural, NonNegative, Settings
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,12 +31,24 @@ class Teacher(Settings, frozen=True):
 
 class Distillation(Settings, frozen=True):
     """How an advantage is made of what teachers and reward say: of each sampled token it is
-    `reward` x that of the reward + `coefficient` x (log p of the teachers - log p of the policy in training)."""
+    `reward` x that of the reward + `coefficient` x (log p of the teachers - log p of the policy in training).
+
+    With `top_k` the teacher's part is no advantage, but a divergence that is added to the loss of each token."""
 
     coefficient: AboveZero = 1.0
     """Of the teachers' part."""
     reward: NonNegative = 0.0
     """Of the advantage that the algorithm computes from rewards; 0: rewards are recorded and teach nothing."""
+    top_k: Natural = 0
+    """Compare policy and teacher over the teacher's so many likeliest tokens and all others together, instead of on the
+    sampled token alone; as many as the vocabulary has: over all of it."""
+    divergence: Literal["reverse", "forward"] = "reverse"
+    """Of `top_k`: KL(policy || teacher), or KL(teacher || policy)."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Stored of each sampled token: its log-probability, and numbers and log-probabilities of the likeliest."""
+        return 4 + (8 * self.top_k + 4 if self.top_k else 0)
 
 
 def check_distillation(run: "Run") -> None:
@@ -55,6 +67,16 @@ def check_distillation(run: "Run") -> None:
         raise ConfigError(
             "algorithm.dynamic_sampling=true drops groups of equal rewards, from which teachers teach as well as from "
             "others: set algorithm.dynamic_sampling=false"
+        )
+    if run.distill.top_k and len(run.teachers) > 1:
+        raise ConfigError(
+            f"distill.top_k={run.distill.top_k} compares with the likeliest tokens of one teacher, and teachers names "
+            f"{len(run.teachers)}: keep one of them, or set distill.top_k=0"
+        )
+    if run.distill.divergence == "forward" and not run.distill.top_k:
+        raise ConfigError(
+            "distill.divergence=forward needs tokens that the student may not have sampled: set distill.top_k, to 64 "
+            "for example, or distill.divergence=reverse"
         )
     if run.learns_from_rewards:
         return

@@ -54,12 +54,14 @@ PLAYED: Any = ROUTED.append(pa.field("episode", TEXT, nullable=False))
 """Of a row of a harness, as JSON (`asyncrl.data.episodes`); `parts` and `routes` are empty where there are none."""
 TAUGHT: Any = PLAYED.append(pa.field("teacher_logprobs", BYTES, nullable=False))
 """Of a row with teachers: float32 of each sampled token; the columns before are empty where there is nothing."""
+RANKED: Any = TAUGHT.append(pa.field("teacher_top_k", BYTES, nullable=False))
+"""Of a row with the likeliest tokens of a teacher, as `Trajectory.teacher_top_k_bytes` has them."""
 WIDER = {
     len(wide) + sum(pa.types.is_list(kind) for kind in COLUMNS.values()): wide
-    for wide in (PARTED, ROUTED, PLAYED, TAUGHT)
+    for wide in (PARTED, ROUTED, PLAYED, TAUGHT, RANKED)
 }
 
-BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 38, 41, 44)
+BITMAPS = (0, 1, 3, 5, 8, 11, 14, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 38, 41, 44, 47)
 """Which buffers of a row are validity bitmaps: a number has one buffer more, a text two, a list one and its items."""
 FINISHES: tuple[str, ...] = get_args(Finish)
 
@@ -99,6 +101,7 @@ class Fields(NamedTuple):
     routes: bytes = b""
     episode: str = ""
     teacher: bytes = b""
+    top_k: bytes = b""
 
 
 class _Shape(NamedTuple):
@@ -126,7 +129,7 @@ def encode(trajectory: Trajectory) -> bytes:
     if not (trajectory.parts or routes or episode is not None or teacher):
         return payload
     played = "" if episode is None else episodes.to_text(episode)
-    return _widened(payload, trajectory.parts, routes, played, teacher)
+    return _widened(payload, trajectory.parts, routes, played, teacher, trajectory.teacher_top_k_bytes)
 
 
 class Row(NamedTuple):
@@ -148,6 +151,7 @@ class Row(NamedTuple):
     routes: bytes
     episode: Episode | None
     teacher: bytes
+    top_k: bytes
 
     @property
     def sampled_tokens(self) -> int:
@@ -174,7 +178,7 @@ def read_row(payload: bytes) -> Row:
     parts = {} if found.parts is None else from_text(found.parts)
     episode = episodes.from_text(found.episode) if found.episode else None
     lists = found.tokens, found.logprobs, runs
-    row = Row(slot, *found.texts, *found.numbers, *lists, parts, found.routes, episode, found.teacher)
+    row = Row(slot, *found.texts, *found.numbers, *lists, parts, found.routes, episode, found.teacher, found.top_k)
     if complaint := _complaint(row):
         raise ValueError(f"trajectory of group {slot.group}, sample {slot.sample}: {complaint}")
     return row
@@ -194,6 +198,7 @@ def fields(batch: Any) -> Fields:
     routes = _as_bytes(*buffers[39:41]) if len(buffers) > 39 else b""
     episode = _as_text(*buffers[42:44]) if len(buffers) > 42 else ""
     teacher = _as_bytes(*buffers[45:47]) if len(buffers) > 45 else b""
+    top_k = _as_bytes(*buffers[48:50]) if len(buffers) > 48 else b""
     return Fields(
         group=_as_number("<q", buffers[2]),
         sample=_as_number("<i", buffers[4]),
@@ -206,6 +211,7 @@ def fields(batch: Any) -> Fields:
         routes=routes,
         episode=episode,
         teacher=teacher,
+        top_k=top_k,
     )
 
 
@@ -239,6 +245,7 @@ def decode(payload: bytes) -> Trajectory:
         parts=row.parts,
         episode=row.episode,
         teacher_logprob_bytes=row.teacher,
+        teacher_top_k_bytes=row.top_k,
     )
 
 
@@ -252,11 +259,11 @@ def read_batch(payload: bytes) -> Any:
     return untrusted.read_batch(payload, SCHEMA, "a trajectory payload", WIDER)
 
 
-def _widened(payload: bytes, parts: Parts, routes: bytes, episode: str, teacher: bytes) -> bytes:
+def _widened(payload: bytes, parts: Parts, routes: bytes, episode: str, teacher: bytes, top_k: bytes) -> bytes:
     """With the columns that not all rows have."""
     columns = [*read_batch(payload).columns, pa.array([to_text(parts) if parts else ""])]
-    wide = TAUGHT if teacher else PLAYED if episode else ROUTED if routes else PARTED
-    further = [pa.array([routes], BYTES), pa.array([episode]), pa.array([teacher], BYTES)]
+    wide = RANKED if top_k else TAUGHT if teacher else PLAYED if episode else ROUTED if routes else PARTED
+    further = [pa.array([routes], BYTES), pa.array([episode]), pa.array([teacher], BYTES), pa.array([top_k], BYTES)]
     columns += further[: len(wide) - len(columns)]
     return pa.RecordBatch.from_arrays(columns, schema=wide).serialize().to_pybytes()
 
@@ -313,7 +320,23 @@ def _complaint(row: Row) -> str | None:
         return f"{len(row.teacher)} bytes of the teachers' log-probabilities are not those of its sampled tokens"
     if not np.isfinite(np.frombuffer(row.teacher, np.float32)).all():
         return "the teachers' log-probabilities must be finite"
+    if row.top_k and (complaint := _top_k_complaint(row)):
+        return complaint
     return None if row.episode is None else episodes.complaint(row.episode, row.runs)
+
+
+def _top_k_complaint(row: Row) -> str | None:
+    """Rows of K ids and K + 1 log-probabilities, four bytes each."""
+    size, count = len(row.top_k), row.sampled_tokens if row.teacher else 0
+    words, uneven = divmod(size, 4 * count) if count else (0, size)
+    if uneven or words < 3 or not words % 2:
+        return f"{size} bytes of a teacher's likeliest tokens are not those of its {count} judged tokens"
+    found = np.frombuffer(row.top_k, np.int32).reshape(count, words)
+    if found[:, : words // 2].min() < 0:
+        return "the ids of a teacher's likeliest tokens must not be negative"
+    if not np.isfinite(found[:, words // 2 :].view(np.float32)).all():
+        return "the log-probabilities of a teacher's likeliest tokens must be finite"
+    return None
 
 
 def pack(group: int, sample: int, texts: Texts, numbers: Numbers, lists: tuple[bytes, bytes, bytes]) -> bytes:

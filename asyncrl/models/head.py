@@ -10,19 +10,27 @@ product where there were two.
 Engines that sample with top-k or top-p report the distribution that is left, so the policy is that one as well
 (`Support`): a token whose logit is below the floor of its position has no probability, unless it is the target.
 
-Axis suffixes: L tokens, C those of a chunk, V vocabulary, E hidden size.
+A distillation compares a policy with its teacher on the teacher's K likeliest tokens and on all others together, the
+tail. Both are the whole distributions at the temperature, whatever the support: two that are cut in different places
+are infinitely far apart.
+
+Axis suffixes: L tokens, C those of a chunk, V vocabulary, E hidden size, K likeliest tokens, B these and the tail.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from asyncrl.models.compiling import compiled
 from asyncrl.models.experts import Routing
 
 OUTSIDE = -1e30
 """Scaled logit of a token that cannot be sampled. Finite: 0 times its log-probability is 0, as the entropy needs it."""
+FAINT = -50.0
+"""Log-probability of a tail that is less likely, or has no tokens. Finite, so that a tail which only one of two models
+has is far away and not infinitely; and 0 times it is 0."""
 NUCLEUS_PARTS = 4
 """The search for the floor of top-p holds two more blocks of logits: of so much less than a chunk at a time."""
 
@@ -71,6 +79,10 @@ class TokenLogprobs(NamedTuple):
     """Which targets lie outside the support of this policy; None where that is the whole vocabulary."""
     routing: Routing | None = None
     """Of a mixture of experts, where it is observed."""
+    top_L_B: Tensor | None = None
+    """Of K tokens at each place and of their tail, where these were named; of the whole distribution."""
+    divergence_L: Tensor | None = None
+    """Between the policy and its teacher at each place, where it was asked for."""
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -94,12 +106,19 @@ def chunked_logprobs(
     compile: bool = False,
     support: Support = WHOLE,
     shape: LogitShape = UNSHAPED,
+    ids_L_K: Tensor | None = None,
 ) -> TokenLogprobs:
-    """From the logits of `chunk` tokens at a time, forward and backward; both matrices must have the same dtype."""
+    """From the logits of `chunk` tokens at a time, forward and backward; both matrices must have the same dtype.
+    `ids_L_K`: tokens of which, and of whose tail, the log-probabilities are wanted as well."""
     found: tuple[Tensor, ...] = _Chunked.apply(
-        hidden_L_E, output_V_E, target_L, temperature, chunk, entropy, compile, support, shape
+        hidden_L_E, output_V_E, target_L, temperature, chunk, entropy, compile, support, shape, ids_L_K
     )
-    return TokenLogprobs(found[0], found[1] if entropy else None, None if support.whole else found[-1])
+    return TokenLogprobs(
+        found[0],
+        found[1] if entropy else None,
+        None if support.whole else found[-1],
+        top_L_B=None if ids_L_K is None else found[1 + entropy],
+    )
 
 
 def policy_logits(
@@ -113,6 +132,22 @@ def policy_logits(
     floor_L_1 = support_floor(raw_L_V, temperature, support)
     outside_L = (raw_L_V.gather(1, target_L_1) < floor_L_1).squeeze(1)
     return scaled_L_V.masked_fill(_beyond(raw_L_V, target_L_1, floor_L_1), OUTSIDE), outside_L
+
+
+def likeliest(logits_C_V: Tensor, *, temperature: float, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest of the first `vocabulary` tokens, most likely first; log-probabilities of these and of the
+    tail. Tokens that this model does not have are as likely as an empty tail."""
+    logp_C_V = (logits_C_V / temperature).log_softmax(-1)
+    if (missing := count - logp_C_V.shape[1]) > 0:
+        logp_C_V = functional.pad(logp_C_V, (0, missing), value=FAINT)
+    top_C_K, ids_C_K = logp_C_V[:, :vocabulary].topk(count)
+    return ids_C_K, torch.cat((top_C_K, _tail(logp_C_V, ids_C_K)), 1)
+
+
+def _tail(logp_C_V: Tensor, ids_C_K: Tensor) -> Tensor:
+    """Log-probability of all tokens but those named, added up; the given ones are overwritten."""
+    rest_C_V = logp_C_V.scatter_(1, ids_C_K, OUTSIDE).exp_()
+    return rest_C_V.sum(-1, keepdim=True).log_().clamp_(min=FAINT)
 
 
 def support_floor(logits_C_V: Tensor, temperature: float, support: Support, *, compile: bool = False) -> Tensor:
@@ -181,6 +216,10 @@ class _Chunked(torch.autograd.Function):
     d logp / d z_j = [j is the target] - p_j        d H / d z_j = -p_j (log p_j + H)
 
     Outside the support p_j is 0, and with it both; which tokens lie there is no matter of the gradient.
+
+    With p the whole softmax, of a named token v and of a tail with the probability q:
+
+    d log p_v / d z_j = [j is v] - p_j              d log q / d z_j = [j is in the tail] p_j / q - p_j
     """
 
     @staticmethod
@@ -195,27 +234,32 @@ class _Chunked(torch.autograd.Function):
         compile: bool,
         support: Support,
         shape: LogitShape,
+        ids_L_K: Tensor | None,
     ) -> tuple[Tensor, ...]:
         measure = compiled(_measure) if compile else _measure
         found: list[tuple[Tensor, ...]] = []
         floors: list[Tensor] = []
-        for hidden_C_E, target_C_1 in zip(hidden_L_E.split(chunk), target_L[:, None].split(chunk), strict=True):
-            logits_C_V = shape(_product(hidden_C_E, output_V_E.t()))
+        for start in range(0, max(1, len(target_L)), chunk):
+            here = slice(start, start + chunk)
+            logits_C_V = shape(_product(hidden_L_E[here], output_V_E.t()))
             if not support.whole:
                 floors.append(support_floor(logits_C_V, temperature, support, compile=compile))
-            found.append(measure(logits_C_V, target_C_1, temperature, entropy, *floors[-1:]))
+            floor_C_1, ids_C_K = floors[-1] if floors else None, None if ids_L_K is None else ids_L_K[here]
+            found.append(measure(logits_C_V, target_L[here, None], temperature, entropy, floor_C_1, ids_C_K))
             del logits_C_V  # not beside the next ones
         outputs = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         floor_L_1 = torch.cat(floors) if floors else None
         if floors:
             ctx.mark_non_differentiable(outputs[-1])
-        ctx.save_for_backward(hidden_L_E, output_V_E, target_L, floor_L_1, *outputs[1 : 1 + entropy])
+        top_L_B = None if ids_L_K is None else outputs[1 + entropy]
+        entropy_L = outputs[1 : 1 + entropy]
+        ctx.save_for_backward(hidden_L_E, output_V_E, target_L, floor_L_1, ids_L_K, top_L_B, *entropy_L)
         ctx.temperature, ctx.chunk, ctx.compile, ctx.shape = temperature, chunk, compile, shape
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_L_E, output_V_E, target_L, floor_L_1, *entropy_L = ctx.saved_tensors
+        hidden_L_E, output_V_E, target_L, floor_L_1, ids_L_K, top_L_B, *entropy_L = ctx.saved_tensors
         columns_L_1 = [column[:, None] for column in (*grads[: 1 + len(entropy_L)], *entropy_L)]
         gradient = compiled(_gradient) if ctx.compile else _gradient
         grad_hidden_L_E = torch.empty_like(hidden_L_E)
@@ -225,27 +269,44 @@ class _Chunked(torch.autograd.Function):
             columns_C_1 = [column[here] for column in columns_L_1]
             logits_C_V = ctx.shape(_product(hidden_L_E[here], output_V_E.t()))
             floor_C_1 = None if floor_L_1 is None else floor_L_1[here]
+            top = None
+            if ids_L_K is not None and top_L_B is not None:
+                top = ids_L_K[here], top_L_B[here], grads[1 + len(entropy_L)][here]
             kept_C_V = logits_C_V.clone() if ctx.shape.softcap else logits_C_V  # which `gradient` may overwrite
             grad_C_V = gradient(
-                logits_C_V, target_L[here, None], ctx.temperature, output_V_E.dtype, floor_C_1, *columns_C_1
+                logits_C_V, target_L[here, None], ctx.temperature, output_V_E.dtype, floor_C_1, top, *columns_C_1
             )
             grad_C_V = ctx.shape.backward(grad_C_V, kept_C_V).to(output_V_E.dtype)
             del logits_C_V, kept_C_V
             grad_hidden_L_E[here] = grad_C_V @ output_V_E
             grad_output_V_E += _product(grad_C_V.t(), hidden_L_E[here])
             del grad_C_V  # not beside the next one's
-        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), *[None] * 7
+        return grad_hidden_L_E, grad_output_V_E.to(output_V_E.dtype), *[None] * 8
 
 
 def _measure(
-    logits_C_V: Tensor, target_C_1: Tensor, temperature: float, entropy: bool, floor_C_1: Tensor | None = None
+    logits_C_V: Tensor,
+    target_C_1: Tensor,
+    temperature: float,
+    entropy: bool,
+    floor_C_1: Tensor | None,
+    ids_C_K: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities of the targets; if asked for, the entropies; with a floor, which targets are below it. The
-    logits may be overwritten."""
+    """Log-probabilities of the targets; if asked for, the entropies; with ids, log-probabilities of these and of their
+    tail; with a floor, which targets are below it. The logits may be overwritten."""
     outside = () if floor_C_1 is None else ((logits_C_V.gather(1, target_C_1) < floor_C_1).squeeze(1),)
-    logp_C_V = _restricted(logits_C_V, target_C_1, temperature, floor_C_1).log_softmax(-1)
+    beyond_C_V = None if floor_C_1 is None else _beyond(logits_C_V, target_C_1, floor_C_1)
+    logits_C_V = _scaled(logits_C_V, temperature)
+    top = () if ids_C_K is None else (_top(logits_C_V, ids_C_K),)
+    logp_C_V = _without(logits_C_V, beyond_C_V).log_softmax(-1)
     logp_C = logp_C_V.gather(1, target_C_1).squeeze(1)
-    return (logp_C, *((-logp_C_V.exp().mul_(logp_C_V).sum(-1),) if entropy else ()), *outside)
+    return (logp_C, *((-logp_C_V.exp().mul_(logp_C_V).sum(-1),) if entropy else ()), *top, *outside)
+
+
+def _top(scaled_C_V: Tensor, ids_C_K: Tensor) -> Tensor:
+    logp_C_V = scaled_C_V.log_softmax(-1)
+    top_C_K = logp_C_V.gather(1, ids_C_K)
+    return torch.cat((top_C_K, _tail(logp_C_V, ids_C_K)), 1)
 
 
 def _gradient(
@@ -254,14 +315,30 @@ def _gradient(
     temperature: float,
     dtype: torch.dtype,
     floor_C_1: Tensor | None,
+    top: tuple[Tensor, Tensor, Tensor] | None,
     grad_logp_C_1: Tensor,
     *of_entropy_C_1: Tensor,
 ) -> Tensor:
-    """That of the logits, which may be overwritten; `of_entropy_C_1` are the entropy's gradient and the entropy."""
-    logits_C_V = _restricted(logits_C_V, target_C_1, temperature, floor_C_1)
-    grad_C_V = _scaled_softmax(logits_C_V, grad_logp_C_1, *of_entropy_C_1).neg_()
+    """That of the logits, which may be overwritten; `top` are ids, what was found of them and its gradient, and
+    `of_entropy_C_1` the entropy's gradient and the entropy."""
+    beyond_C_V = None if floor_C_1 is None else _beyond(logits_C_V, target_C_1, floor_C_1)
+    logits_C_V = _scaled(logits_C_V, temperature)
+    of_top_C_V = None if top is None else _top_gradient(logits_C_V, *top)
+    grad_C_V = _scaled_softmax(_without(logits_C_V, beyond_C_V), grad_logp_C_1, *of_entropy_C_1).neg_()
     grad_C_V.scatter_add_(1, target_C_1, grad_logp_C_1)
+    if of_top_C_V is not None:
+        grad_C_V += of_top_C_V
     return _scaled(grad_C_V, temperature).to(dtype)
+
+
+def _top_gradient(scaled_C_V: Tensor, ids_C_K: Tensor, top_C_B: Tensor, grad_C_B: Tensor) -> Tensor:
+    grad_C_K, tail_C_1 = grad_C_B[:, :-1], top_C_B[:, -1:]
+    grad_tail_C_1 = grad_C_B[:, -1:].where(tail_C_1 > FAINT, 0)  # below it the tail is a constant
+    share_C_1 = grad_tail_C_1 * (-tail_C_1).exp()  # large where the tail is faint, so none of it meets the ids
+    total_C_1 = grad_C_K.sum(-1, keepdim=True) + grad_tail_C_1
+    found_C_V = scaled_C_V.softmax(-1)
+    of_ids_C_K = grad_C_K - found_C_V.gather(1, ids_C_K) * total_C_1
+    return found_C_V.mul_(share_C_1 - total_C_1).scatter_(1, ids_C_K, of_ids_C_K)
 
 
 def _scaled_softmax(
@@ -275,12 +352,9 @@ def _scaled_softmax(
     return logp_C_V.exp_().mul_(factor_C_V)
 
 
-def _restricted(logits_C_V: Tensor, target_C_1: Tensor, temperature: float, floor_C_1: Tensor | None) -> Tensor:
-    """Scaled, and below the floor without probability; in place."""
-    if floor_C_1 is None:
-        return _scaled(logits_C_V, temperature)
-    beyond_C_V = _beyond(logits_C_V, target_C_1, floor_C_1)
-    return _scaled(logits_C_V, temperature).masked_fill_(beyond_C_V, OUTSIDE)
+def _without(scaled_C_V: Tensor, beyond_C_V: Tensor | None) -> Tensor:
+    """Those have no probability; in place."""
+    return scaled_C_V if beyond_C_V is None else scaled_C_V.masked_fill_(beyond_C_V, OUTSIDE)
 
 
 def _scaled(x_C_V: Tensor, temperature: float) -> Tensor:

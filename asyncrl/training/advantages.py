@@ -9,7 +9,8 @@ REINFORCE++ that is a reward, of which `TokenAdvantages` makes the advantages of
 A turn's own reward counts for its tokens: it is added to that of its episode before the baseline is taken off. For PPO
 and REINFORCE++ it lies at the turn's last token, and so counts for all that was sampled before it as well.
 
-What teachers say is added where the policy's own log-probabilities are known, in the learner (`towards_teacher`).
+What teachers say is added where the policy's own log-probabilities are known, in the learner: to the advantages
+(`towards_teacher`), or to the loss (`distill.top_k`).
 """
 
 import logging
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 def with_advantages(run: Run, groups: Sequence[Group], routes: RouteShape | None = None) -> list[Block]:
     """The groups that there is something to learn from, as blocks; `routes` are those that all of them must have."""
     if run.teachers:
-        _check_taught(groups)
+        _check_taught(groups, run.distill.top_k)
     if not run.learns_from_rewards:
         blocks = [block(group, [0.0] * len(group.trajectories), routes) for group in groups]
         return [each for each in blocks if each.answers]
@@ -70,13 +71,20 @@ def with_advantages(run: Run, groups: Sequence[Group], routes: RouteShape | None
     return [block for block in blocks if any(answer.advantages.any() for answer in block.answers)]
 
 
-def _check_taught(groups: Sequence[Group]) -> None:
+def _check_taught(groups: Sequence[Group], top_k: int) -> None:
     """No sample is trained on without its teachers."""
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        if trajectory.sampled_tokens and not trajectory.teacher_logprob_bytes:
+    sampled = (t for group in groups for t in group.trajectories if t.sampled_tokens)
+    for trajectory in sampled:
+        who = f"sample {trajectory.slot.group}/{trajectory.slot.sample}"
+        if not trajectory.teacher_logprob_bytes:
             raise DistillationError(
-                f"sample {trajectory.slot.group}/{trajectory.slot.sample} has no log-probabilities of the teachers: it "
-                "was not recorded by a run with teachers; set teachers=[]"
+                f"{who} has no log-probabilities of the teachers: it was not recorded by a run with teachers; set "
+                "teachers=[]"
+            )
+        if top_k and (recorded := trajectory.teacher_top_k.shape[1] // 2) != top_k:
+            raise DistillationError(
+                f"{who} has the {recorded} likeliest tokens of its teacher, and distill.top_k={top_k} needs as many: "
+                f"it was recorded with distill.top_k={recorded}, so set that"
             )
 
 

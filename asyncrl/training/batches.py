@@ -46,6 +46,8 @@ class Answer:
     precision: str
     teacher_logprobs: Floats | None = None
     """Of its sampled tokens, in a distillation."""
+    teacher_top_k: Ints | None = None
+    """The same with `distill.top_k` (`Trajectory.teacher_top_k`)."""
     routes: Routes | None = None
     """Of its tokens but the last."""
     tree: Tree | None = None
@@ -132,6 +134,8 @@ class PackedBatch:
     """Nothing to learn from: it is computed because the other ranks compute."""
     teacher_logp_L: torch.Tensor | None = None
     """In a distillation."""
+    teacher_top_L_X: torch.Tensor | None = None
+    """With `distill.top_k`: at each place K token ids, then the bits of K + 1 log-probabilities."""
     routes_T_L_C: torch.Tensor | None = None
     """The experts of each token, where they are replayed (`asyncrl.models.routes`)."""
     part: Part | None = None
@@ -142,7 +146,8 @@ class PackedBatch:
         """What this rank computes of it."""
         if self.part is not None:
             return self.part
-        return Part(self.tokens_T, self.positions_T, self.predict_L, self.target_L, self.routes_T_L_C)
+        here = self.tokens_T, self.positions_T, self.predict_L, self.target_L, self.routes_T_L_C
+        return Part(*here, teacher_top_L_X=self.teacher_top_L_X)
 
     def shared(self, group: RankGroup) -> "PackedBatch":
         """Of a batch on the host: the ranks of the group compute it together."""
@@ -181,6 +186,7 @@ def block(group: Group, advantages: Sequence[float | Floats], shape: RouteShape 
                 slot=trajectory.slot,
                 precision=trajectory.precision,
                 teacher_logprobs=trajectory.teacher_logprobs if trajectory.teacher_logprob_bytes else None,
+                teacher_top_k=trajectory.teacher_top_k if trajectory.teacher_top_k_bytes else None,
                 routes=None if own is None else own[length:],
                 tree=predicting_tree(sampled, trajectory.branches) if trajectory.branches else None,
             )
@@ -321,6 +327,8 @@ def _batch(blocks: list[Block]) -> PackedBatch:
         positions[row] = np.arange(len(row))
     lengths = [answer.num_sampled for answer in answers]
     teacher = [answer.teacher_logprobs for answer in answers if answer.teacher_logprobs is not None]
+    top_k = [answer.teacher_top_k for answer in answers if answer.teacher_top_k is not None]
+    is_ranked = len(top_k) == len(answers) and len({each.shape[1] for each in top_k}) == 1
     return PackedBatch(
         tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
         positions_T=torch.from_numpy(positions),
@@ -334,6 +342,7 @@ def _batch(blocks: list[Block]) -> PackedBatch:
         sample_L=torch.from_numpy(np.repeat(np.arange(len(answers)), lengths)),
         answers=answers,
         teacher_logp_L=torch.from_numpy(np.concatenate(teacher)) if len(teacher) == len(answers) else None,
+        teacher_top_L_X=torch.from_numpy(np.concatenate(top_k)) if is_ranked else None,
         routes_T_L_C=torch.from_numpy(np.concatenate(routes)) if routes else None,
     )
 

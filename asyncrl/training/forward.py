@@ -14,7 +14,15 @@ from asyncrl.algorithms import losses
 from asyncrl.config import Run, Trainer
 from asyncrl.models.execution import Execution
 from asyncrl.models.experts import Route
-from asyncrl.models.head import WHOLE, Support, TokenLogprobs, bf16_logits, chunked_logprobs, policy_logits
+from asyncrl.models.head import (
+    WHOLE,
+    Support,
+    TokenLogprobs,
+    bf16_logits,
+    chunked_logprobs,
+    likeliest,
+    policy_logits,
+)
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import RouteShape
 from asyncrl.training.batches import PackedBatch
@@ -69,39 +77,75 @@ class PolicyForward:
         """With `routes`, those of the model, what its routers do is observed, and routes of a batch are replayed."""
         self._model, self._execution, self._routes = model, execution, routes
         self._balanced = run.algorithm.router_aux_loss > 0
-        self._settings = run.trainer
+        self._settings, self._distill = run.trainer, run.distill
         rollout, whole = run.rollout, run.algorithm.on_data or not run.rollout.temperature
         self._temperature = 1.0 if whole else rollout.temperature
         self._support = WHOLE if whole else Support(rollout.top_k, rollout.top_p)
         """Data is of the whole distribution at temperature 1, and that is what greedy completions report."""
 
-    def __call__(self, batch: PackedBatch, *, entropy: bool = False, tap: HiddenTap | None = None) -> TokenLogprobs:
-        if self._routes is None:
-            return _of_all_parts(batch.here, self._logprobs(batch, entropy, tap, None))
-        route = ObservedRoutes(self._routes, batch.here, balanced=self._balanced)
-        return _of_all_parts(batch.here, self._logprobs(batch, entropy, tap, route)._replace(routing=route.found))
-
-    def _logprobs(self, batch: PackedBatch, entropy: bool, tap: HiddenTap | None, route: Route | None) -> TokenLogprobs:
-        """Of this rank's part."""
+    def __call__(
+        self,
+        batch: PackedBatch,
+        *,
+        entropy: bool = False,
+        divergence: bool = False,
+        tap: HiddenTap | None = None,
+    ) -> TokenLogprobs:
+        """`divergence`: from the teacher, whose likeliest tokens the batch has."""
+        route = None
+        if self._routes is not None:
+            route = ObservedRoutes(self._routes, batch.here, balanced=self._balanced)
         hidden_L_E = predicting_states(self._model, batch, self._settings, tap, self._execution, route)
-        target_L = batch.here.target_L
+        top_L_X = batch.here.teacher_top_L_X if divergence else None
+        found = self._logprobs(hidden_L_E, batch.here.target_L, entropy, top_L_X)
+        return _of_all_parts(batch.here, found if route is None else found._replace(routing=route.found))
+
+    @torch.no_grad()
+    def likeliest(self, batch: PackedBatch, count: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the sampled tokens; at the place of each, the `count` likeliest of the first
+        `vocabulary` tokens, and their log-probabilities and the tail's."""
+        hidden_L_E = predicting_states(self._model, batch, self._settings, execution=self._execution)
+        chunk, narrow = self._chunk, self._settings.dtype == "bf16"
+        found: list[tuple[Tensor, ...]] = []
+        for hidden_C_E, target_C in zip(hidden_L_E.split(chunk), batch.target_L.split(chunk), strict=True):
+            logits_C_V = all_logits(self._model, hidden_C_E, narrow=narrow)
+            logp_C = self._whole_logprobs(logits_C_V, target_C).logp_L
+            top = likeliest(logits_C_V, temperature=self._temperature, count=count, vocabulary=vocabulary)
+            found.append((logp_C, *top))
+        logp_L, ids_L_K, top_L_B = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logp_L, ids_L_K, top_L_B
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits may be there at a time."""
+        return chunk_tokens(self._settings.logits_bytes, len(self._model.output_matrix))
+
+    def _logprobs(self, hidden_L_E: Tensor, target_L: Tensor, entropy: bool, top_L_X: Tensor | None) -> TokenLogprobs:
+        """Of this rank's part."""
         output_V_E, narrow = self._model.output_matrix, self._settings.dtype == "bf16"
-        chunk = chunk_tokens(self._settings.logits_bytes, len(output_V_E))
-        if len(hidden_L_E) > chunk:
+        ids_L_K, teacher_L_B = (None, None) if top_L_X is None else _unpacked(top_L_X)
+        if len(hidden_L_E) > self._chunk or ids_L_K is not None:
             if narrow:
                 hidden_L_E, output_V_E = hidden_L_E.bfloat16(), output_V_E.bfloat16()
-            return chunked_logprobs(
+            found = chunked_logprobs(
                 hidden_L_E,
                 output_V_E,
                 target_L,
                 temperature=self._temperature,
-                chunk=chunk,
+                chunk=self._chunk,
                 entropy=entropy,
                 compile=self._execution.compiled,
                 support=self._support,
                 shape=self._model.logit_shape,
+                ids_L_K=ids_L_K,
             )
-        logits_L_V = all_logits(self._model, hidden_L_E, narrow=narrow)
+            if found.top_L_B is None or teacher_L_B is None:
+                return found
+            return found._replace(divergence_L=losses.divergence(self._distill.divergence, found.top_L_B, teacher_L_B))
+        return self._whole_logprobs(all_logits(self._model, hidden_L_E, narrow=narrow), target_L, entropy=entropy)
+
+    def _whole_logprobs(self, logits_L_V: Tensor, target_L: Tensor, *, entropy: bool = False) -> TokenLogprobs:
+        """From logits that are there all at once."""
         logits_L_V, outside_L = policy_logits(
             logits_L_V, target_L, temperature=self._temperature, support=self._support
         )
@@ -109,17 +153,24 @@ class PolicyForward:
         return TokenLogprobs(logp_L, losses.entropy(logits_L_V) if entropy else None, outside_L)
 
 
+def _unpacked(top_L_X: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids, and log-probabilities of these and of the tail (`Trajectory.teacher_top_k`)."""
+    count = top_L_X.shape[1] // 2
+    return top_L_X[:, :count].long(), top_L_X[:, count:].view(torch.float32)
+
+
 def _of_all_parts(here: Part, found: TokenLogprobs) -> TokenLogprobs:
     """What is there for each token, from the ranks that share the batch; all of it travels at once."""
     if here.group is None:
         return found
     rerouted_L = None if found.routing is None else found.routing.rerouted_L
-    columns = [found.logp_L, found.entropy_L, found.outside_L, rerouted_L]
+    columns = [found.logp_L, found.entropy_L, found.outside_L, found.divergence_L, rerouted_L]
     whole = iter(here.whole(torch.stack([each.float() for each in columns if each is not None], 1)).unbind(1))
-    logp_L, entropy_L, outside_L, rerouted_L = (None if each is None else next(whole) for each in columns)
+    logp_L, entropy_L, outside_L, divergence_L, rerouted_L = (None if each is None else next(whole) for each in columns)
     assert logp_L is not None
     if found.routing is not None:
         found = found._replace(
             routing=found.routing._replace(rerouted_L=None if rerouted_L is None else rerouted_L.detach())
         )
-    return TokenLogprobs(logp_L, entropy_L, None if outside_L is None else outside_L > 0, found.routing)
+    outside_L = None if outside_L is None else outside_L > 0
+    return TokenLogprobs(logp_L, entropy_L, outside_L, found.routing, divergence_L=divergence_L)

@@ -63,7 +63,15 @@ from asyncrl.weights.gather import OneRank, Source
 
 log = logging.getLogger(__name__)
 
-MEANS = ("entropy", "reference_kl", "teacher_kl", "outside_support", "route_mismatch", "router_aux_loss")
+MEANS = (
+    "entropy",
+    "reference_kl",
+    "teacher_kl",
+    "teacher_divergence",
+    "outside_support",
+    "route_mismatch",
+    "router_aux_loss",
+)
 """Sums over tokens that a report has the mean of, where there are any."""
 
 
@@ -255,14 +263,20 @@ class Learner:
     def _backward(self, batch: PackedBatch) -> None:
         if batch.idle:
             return self._take_part(batch)
-        output = self._policy(batch, entropy=self._algorithm.entropy > 0, tap=self.hidden)
+        divergence = self._run.distill.top_k > 0
+        output = self._policy(batch, entropy=self._algorithm.entropy > 0, divergence=divergence, tap=self.hidden)
         age_L = (self.version - batch.version_L).clamp(min=0) * (not self._algorithm.on_data)
         samples = Samples(batch.sample_L, len(batch.answers), age_L)
         corrected = self._correct(output.logp_L, batch, samples)
         advantage_L = self._advantages(batch, output.logp_L.detach())
         tokens = Tokens(output.logp_L, corrected.proximal_logp_L, advantage_L, samples)
         loss = self._entry.loss(self._algorithm, tokens)
-        loss_L = corrected.weight_L * loss.loss_L
+        loss_L, signal_L = loss.loss_L, advantage_L.abs()
+        if output.divergence_L is not None:
+            loss_L = loss_L + self._run.distill.coefficient * output.divergence_L
+            signal_L = signal_L + output.divergence_L.detach()
+            self._add({"teacher_divergence": output.divergence_L.detach().sum()})
+        loss_L = corrected.weight_L * loss_L
         if self._reference is not None and self._algorithm.kl.placement == "loss":
             with torch.no_grad():
                 reference_L = self._reference(batch).logp_L
@@ -275,7 +289,7 @@ class Learner:
         if output.outside_L is not None:
             self._add({"outside_support": output.outside_L.sum()})
         aux = self._observe_routing(batch, output.routing) if output.routing is not None else None
-        self._add(loss.sums | {"informative": (samples.max(advantage_L.abs()) > 0).sum()})
+        self._add(loss.sums | {"informative": (samples.max(signal_L) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples, aux)
 
@@ -289,6 +303,8 @@ class Learner:
         if batch.teacher_logp_L is None:
             return batch.advantage_L
         self._add({"teacher_kl": (logp_L - batch.teacher_logp_L).sum()})
+        if self._run.distill.top_k:  # what the teacher says is the divergence in the loss
+            return self._run.distill.reward * batch.advantage_L
         return towards_teacher(self._run.distill, batch.advantage_L, logp_L, batch.teacher_logp_L)
 
     def _observe_routing(self, batch: PackedBatch, routing: Routing) -> Tensor | None:

@@ -3,7 +3,7 @@
 The peak lies in the backward, with the gradients of earlier batches there:
 
     weights + gradients + Adam's moments + what the forward kept + the larger of
-        head    two blocks of logits, and the gradient of the output matrix
+        head    two blocks of logits, and the gradient of the output matrix; with `distill.top_k` a third block
         layer   the one that is computed again, where activations are not kept, and what its backward needs besides
 
 Of several ranks each has its part of the first three, which their replica has once; whole are the embeddings, and two
@@ -39,6 +39,9 @@ VERSIONS = 2
 """Versions of the weights that lie where engines read them: the one that they load, and the next."""
 STAGED = 3 << 25
 """Numbers of offloaded state that visit the GPU at a time (asyncrl.training.adamw)."""
+TOP = 6
+"""Numbers of each of a teacher's likeliest tokens: as it travels and its id in 8 bytes, what the policy says of it, and
+the gradient of that."""
 ROUTE = 64
 """Of one chosen expert of one token: indices in 8 bytes each, and weights."""
 THROUGH_TRANSFORMERS = 2
@@ -286,9 +289,11 @@ def _head_bytes(run: Run, model: ModelConfig, tokens: int) -> int:
     rows = min(tokens, chunk_tokens(run.trainer.logits_bytes, model.vocabulary))
     block, matrix = rows * model.vocabulary * FLOAT, model.vocabulary * model.hidden_size
     states = 2 * item * tokens * model.hidden_size
-    if rows == tokens:  # all at once: log-probabilities, their gradient and the logits'
+    top = run.distill.top_k
+    if rows == tokens and not top:  # all at once: log-probabilities, their gradient and the logits'
         return 3 * block + states
-    return max(2 * block, block * item // FLOAT + FLOAT * matrix) + FLOAT * matrix + states
+    states += TOP * FLOAT * top * tokens
+    return max((3 if top else 2) * block, block * item // FLOAT + FLOAT * matrix) + FLOAT * matrix + states
 
 
 def _layer_backward_bytes(

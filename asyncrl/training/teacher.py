@@ -1,12 +1,13 @@
-"""A teacher: log-probabilities of tokens that another model has sampled.
+"""A teacher: log-probabilities of tokens that another model has sampled, and what it would have sampled itself.
 
 It is computed with what training computes with, packed batches and `PolicyForward`: a teacher is a policy that is not
 trained. So its distribution is cut and scaled as the rollouts' is, by temperature, top-k and top-p, and a teacher with
-the student's own weights gives just the student's log-probabilities. Routes are its own: an engine records the
-student's.
+the student's own weights gives just the student's log-probabilities. Its likeliest tokens are those of the whole
+distribution (`asyncrl.models.head`). Routes are its own: an engine records the student's.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,16 +16,31 @@ import torch
 from asyncrl.config import Run
 from asyncrl.config.distillation import Teacher
 from asyncrl.models.checkpoint import load_policy
-from asyncrl.training.batches import block, pack
+from asyncrl.training.batches import PackedBatch, block, pack
 from asyncrl.training.device import training_device
 from asyncrl.training.forward import PolicyForward
-from asyncrl.types import Floats, Group, Slot, Trajectory
+from asyncrl.types import Floats, Group, Ints, Slot, Trajectory
+
+
+class Said(NamedTuple):
+    """Of the sampled tokens of one trajectory."""
+
+    logprobs: Floats
+    top_k: Ints
+    """As `Trajectory.teacher_top_k` has it."""
+
+    @property
+    def broken(self) -> int:
+        """Tokens of which something is no finite number."""
+        top = self.top_k[:, self.top_k.shape[1] // 2 :].view(np.float32)
+        return int((~np.isfinite(self.logprobs) | ~np.isfinite(top).all(1)).sum())
 
 
 class TeacherModel:
     """One frozen model. Calls come one after the other."""
 
-    def __init__(self, settings: Teacher, run: Run) -> None:
+    def __init__(self, settings: Teacher, run: Run, vocabulary: int | None = None) -> None:
+        """`vocabulary`: of the student, which may have fewer tokens or more; None: as many."""
         narrow = settings.dtype == "bf16"
         dtype = torch.bfloat16 if narrow else torch.float32
         self._device = training_device(settings.device)
@@ -34,9 +50,10 @@ class TeacherModel:
             self._model.packing = "padded" if self._model.try_out(narrow=narrow) else "packed"
         trainer = msgspec.structs.replace(run.trainer, dtype=settings.dtype)
         self._policy = PolicyForward(self._model, msgspec.structs.replace(run, trainer=trainer))
+        self._top_k, self._vocabulary = run.distill.top_k, vocabulary or self._model.config.vocabulary
 
     @torch.no_grad()
-    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+    def judge(self, trajectories: Sequence[Trajectory]) -> list[Said]:
         """Of the sampled tokens of each, in batches of `trainer.token_budget` tokens; those of a group have its prompt
         once."""
         for trajectory in trajectories:  # on a GPU it would end every later computation as well
@@ -47,9 +64,19 @@ class TeacherModel:
             numbered = msgspec.structs.replace(trajectory, slot=Slot(trajectory.slot.group, number))
             groups.setdefault(trajectory.slot.group, []).append(numbered)
         blocks = [block(Group(id=id, trajectories=tuple(own)), [0.0] * len(own)) for id, own in groups.items()]
-        found = [np.zeros(0, np.float32) for _ in trajectories]  # of one in which nothing was sampled
+        silent = Said(np.zeros(0, np.float32), np.zeros((0, 0), np.int32))
+        found = [silent for _ in trajectories]
         for batch in pack([each for each in blocks if each.answers], self._token_budget, self._model.packing):
-            logp_L = self._policy(batch.to(self._device)).logp_L.float().cpu()
-            for answer, own_L in zip(batch.answers, logp_L.split(batch.lengths), strict=True):
-                found[answer.slot.sample] = own_L.numpy()
+            for answer, said in zip(batch.answers, self._judge(batch.to(self._device)), strict=True):
+                found[answer.slot.sample] = said
         return found
+
+    def _judge(self, batch: PackedBatch) -> list[Said]:
+        if not self._top_k:
+            logp_L = self._policy(batch).logp_L
+            top_L_X = torch.empty(len(logp_L), 0, dtype=torch.int32)
+        else:
+            logp_L, ids_L_K, top_L_B = self._policy.likeliest(batch, self._top_k, self._vocabulary)
+            top_L_X = torch.cat((ids_L_K.int(), top_L_B.float().view(torch.int32)), 1)
+        both = zip(logp_L.float().cpu().split(batch.lengths), top_L_X.cpu().split(batch.lengths), strict=True)
+        return [Said(own_L.numpy(), top.numpy()) for own_L, top in both]

@@ -21,6 +21,7 @@ from asyncrl.config import Run
 from asyncrl.drafting.bandit import Range
 from asyncrl.fleet.placement import Demand, Offer, demands
 from asyncrl.fleet.state import FleetState
+from asyncrl.models.config import read_config
 from asyncrl.system.run_directory import RunDirectory
 from pipelines.evaluate import suite_rewards
 from pipelines.fleet.cluster_offer import expecting
@@ -56,7 +57,7 @@ async def place(
         at = Resources(near="driver").of(wanted["gateway"])
         gateway = await spawner.spawn("gateway", at, GatewayActor, run, model_path)
     drafter = await _place_drafter(run, wanted, directory, spawner, model_path)
-    teachers = await _place_teachers(run, wanted, spawner)
+    teachers = await _place_teachers(run, wanted, spawner, model_path)
     engine = Resources(restarts=run.recovery.max_restarts)
     if "rollout" in wanted:
         engine = engine.of(wanted["rollout"])
@@ -104,11 +105,14 @@ async def place(
     )
 
 
-async def _place_teachers(run: Run, wanted: dict[str, Demand], spawner: Spawner) -> tuple[TeacherActor, ...]:
+async def _place_teachers(
+    run: Run, wanted: dict[str, Demand], spawner: Spawner, model_path: Path
+) -> tuple[TeacherActor, ...]:
     """All of them load their models at the same time."""
     settings = [msgspec.structs.replace(each, path=str(each.directory.resolve())) for each in run.teachers]
+    vocabulary = read_config(model_path, run.model.backend).vocabulary if run.distill.top_k else None
     starting = [
-        spawner.spawn(f"teacher-{number}", TEACHER.of(wanted["teacher"]), TeacherActor, run, each)
+        spawner.spawn(f"teacher-{number}", TEACHER.of(wanted["teacher"]), TeacherActor, run, each, vocabulary)
         for number, each in enumerate(settings)
     ]
     return tuple(await asyncio.gather(*starting))

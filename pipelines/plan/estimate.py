@@ -35,8 +35,6 @@ from pipelines.plan.disk import checkpoint_bytes
 
 TOKEN = 3 * 4
 """Bytes of a token in a trajectory without routes: id, log-probability, policy version."""
-TEACHER = 4
-"""The same of what teachers say of it."""
 ROW = 2048
 """Bytes of a trajectory besides its tokens, rounded up."""
 PROCESS = 300 << 20
@@ -248,7 +246,7 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
 
 def token_bytes(run: Run, model: ModelConfig) -> int:
     """Of a token in a trajectory, with its route."""
-    routes, taught = replayed_shape(run, model), TEACHER * bool(run.teachers)
+    routes, taught = replayed_shape(run, model), run.distill.token_bytes * bool(run.teachers)
     return TOKEN + taught if routes is None else TOKEN + taught + routes.token_bytes
 
 

@@ -1,6 +1,7 @@
 """Whether the teachers of a distillation can judge what the model writes."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from asyncrl.config import Run
 from asyncrl.data.tokenizer import character_vocabulary, load_tokenizer
@@ -8,6 +9,7 @@ from asyncrl.errors import CheckpointError, MissingDependencyError
 from asyncrl.models.config import read_config
 from asyncrl.system.devices import has_gpu
 from asyncrl.tasks.chains import CHARACTERS, END
+from pipelines.plan.estimate import model_config
 
 Vocabulary = Mapping[str, int]
 
@@ -34,6 +36,9 @@ def problems(run: Run) -> Iterator[str]:
             )
         if teacher.device == "cuda" and run.cluster in ("local", "inprocess") and not has_gpu():
             yield f"teachers[{number}].device=cuda, and this machine has no GPU; use device: auto"
+    with suppress(CheckpointError, MissingDependencyError):  # which is said elsewhere
+        if run.distill.top_k > (size := model_config(run).vocabulary):
+            yield f"distill.top_k={run.distill.top_k} is more than the {size} tokens of the model: set it to {size}"
 
 
 def _vocabulary(run: Run) -> Vocabulary | None:

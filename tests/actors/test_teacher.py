@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from actors.rollout.delivery import DeliveryQueue
-from actors.teacher import Judgement, TeacherActor, Teachers
+from actors.teacher import Judgement, Taught, TeacherActor, Teachers
 from asyncrl.config import Run, Trainer
-from asyncrl.config.distillation import Teacher
-from asyncrl.data.arrow import decode
+from asyncrl.config.distillation import Distillation, Teacher
+from asyncrl.data.arrow import decode, encode
 from asyncrl.types import Floats, Slot, Trajectory
 from asyncrl.user_code.failures import ENOUGH
 from asyncrl.user_code.protocol import RewardFailure, RewardInput
 from tests.support.buffer_stores import trajectory
-from tests.support.teaching import sampled_logp
+from tests.support.teaching import likeliest_tokens, sampled_logp
 from tests.support.tiny_model import tiny_checkpoint
 from tests.support.training_groups import make_groups
 
@@ -44,8 +44,8 @@ def actor(teacher: Teacher, **trainer: Any) -> TeacherActor:
 
 
 def floats(judgement: Judgement) -> Floats:
-    assert isinstance(judgement, bytes)
-    return np.frombuffer(judgement, np.float32)
+    assert isinstance(judgement, Taught)
+    return np.frombuffer(judgement.logprobs, np.float32)
 
 
 def test_several_teachers_say_their_weighted_mean(made: Made) -> None:
@@ -80,6 +80,26 @@ def test_what_is_asked_meanwhile_comes_together_and_each_gets_its_own(made: Made
     assert own.situation().last_event == "done: log-probabilities of 24 samples", "one forward for all"
 
 
+def test_the_likeliest_tokens_come_with_the_log_probabilities(made: Made) -> None:
+    """Also by way of `Teachers`, and of a question that another joined."""
+    teacher, model = made[0]
+    run = Run(teachers=(teacher,), distill=Distillation(top_k=3))
+    asked = samples(1)
+
+    async def ask() -> list[Judgement]:
+        judging = Teachers([teacher], [TeacherActor(run, teacher, 48)])
+        answers = await asyncio.gather(*(judging.judge([each]) for each in asked))
+        return [judgement for (judgement,) in answers]
+
+    for each, judgement in zip(asked, asyncio.run(ask()), strict=True):
+        assert isinstance(judgement, Taught)
+        taught = msgspec.structs.replace(
+            each, teacher_logprob_bytes=judgement.logprobs, teacher_top_k_bytes=judgement.top_k
+        )
+        assert np.array_equal(taught.teacher_top_k[:, :3], likeliest_tokens(model, each, 3)[:, :3])
+        assert decode(encode(taught)).teacher_top_k_bytes == judgement.top_k
+
+
 def test_one_bad_sample_costs_no_other_and_is_told(made: Made) -> None:
     good, (bad, *_) = samples(1), samples(1, vocabulary=90)
     bad = msgspec.structs.replace(bad, slot=Slot(8, 3))
@@ -89,7 +109,7 @@ def test_one_bad_sample_costs_no_other_and_is_told(made: Made) -> None:
         return await own.judge([*good, bad]), own
 
     judgements, own = asyncio.run(ask())
-    assert [type(each) for each in judgements] == [bytes] * len(good) + [RewardFailure]
+    assert [type(each) for each in judgements] == [Taught] * len(good) + [RewardFailure]
     (failure,) = asyncio.run(own.failures()).first
     assert (failure.field, failure.reason) == ("teachers", "teacher_error")
     assert failure.message.startswith("sample 8/3: ValueError: token ")
@@ -121,7 +141,7 @@ def test_closing_waits_for_what_is_computed_and_answers_the_rest(made: Made) -> 
         return [judgement for (judgement,) in await asyncio.gather(*asking)]
 
     judgements = asyncio.run(ask())
-    assert [isinstance(each, bytes) for each in judgements] == [True] + [False] * 15
+    assert [isinstance(each, Taught) for each in judgements] == [True] + [False] * 15
 
 
 class Kept:
@@ -151,7 +171,7 @@ def test_reward_and_teachers_are_asked_at_the_same_time() -> None:
         async def judge(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
             asked[1].set()
             await asked[0].wait()
-            said = np.full(5, -0.5, np.float32).tobytes()
+            said = Taught(np.full(5, -0.5, np.float32).tobytes())
             return [RewardFailure("teacher_error", "") if each.slot.group == 2 else said for each in trajectories]
 
     async def deliver() -> Kept:

@@ -2,18 +2,22 @@
 
 from pathlib import Path
 
+import msgspec
+
+from asyncrl.config.distillation import Distillation
 from benchmarks import distillation
 from benchmarks.distillation import Compared
 from benchmarks.runs import Point
 from pipelines.compose import compose
 
 
-def test_both_runs_have_the_same_samples_and_differ_in_who_teaches() -> None:
+def test_the_runs_have_the_same_samples_and_differ_in_who_teaches() -> None:
     options = distillation.parse(["max_staleness=1", "--steps", "30"])
-    rewards, taught = (
+    rewards, taught, likeliest = (
         compose([*distillation.common(options), *settings]) for settings in distillation.arms(Path("big")).values()
     )
     assert rewards.samples_per_step == taught.samples_per_step == 256
+    assert likeliest == msgspec.structs.replace(taught, distill=Distillation(top_k=16))
     assert (rewards.steps, rewards.max_staleness) == (taught.steps, taught.max_staleness) == (30, 1)
     assert (rewards.teachers, taught.teachers[0].path) == ((), "big")
     assert rewards.learns_from_rewards

@@ -132,6 +132,15 @@ def test_derived_numbers() -> None:
             "rollout.group_size=1 gives algorithm=grpo nothing to compare the reward of a sample with, and "
             "distill.reward=0.5 asks for that: set rollout.group_size=2 or more, or distill.reward=0",
         ),
+        (
+            {"teachers": [{"path": "t"}, {"path": "u"}], "distill": {"top_k": 8}},
+            "distill.top_k=8 compares with the likeliest tokens of one teacher, and teachers names 2: keep one of "
+            "them, or set distill.top_k=0",
+        ),
+        (
+            {"teachers": [{"path": "t"}], "distill": {"divergence": "forward"}},
+            "distill.divergence=forward needs tokens that the student may not have sampled: set distill.top_k",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_way_out(raw: dict[str, Any], said: str) -> None:

@@ -1,5 +1,6 @@
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.payloads import SCHEMA_HASH
 from asyncrl.data import arrow
-from asyncrl.data.arrow import PARTED, ROUTED, SCHEMA, TAUGHT, decode, encode, read_row, read_table
+from asyncrl.data.arrow import PARTED, RANKED, ROUTED, SCHEMA, TAUGHT, decode, encode, read_row, read_table
 from asyncrl.data.reward_parts import NAME
 from asyncrl.types import GIVEN, Segment, Slot, Trajectory
 from tests.support.buffer_stores import payload, trajectory
@@ -165,6 +166,50 @@ def test_what_teachers_say_is_a_column_of_bytes(parts: dict[str, float], of: str
 )
 def test_what_teachers_cannot_have_said_is_refused(said: list[float], complaint: str) -> None:
     item = msgspec.structs.replace(routed(), teacher_logprob_bytes=np.array(said, np.float32).tobytes())
+    with pytest.raises(ValueError, match=complaint):
+        decode(encode(item))
+
+
+@pytest.mark.parametrize("of", ["plain", "routed"])
+def test_the_likeliest_tokens_of_a_teacher_are_a_column_of_bytes(of: str) -> None:
+    """Two ids and three log-probabilities for each of three sampled tokens; rows with and without lie in one log."""
+    logprobs = np.array([[-0.5, -1.0, -2.0]] * 3, np.float32)
+    words = np.concatenate((np.array([[7, 1], [2, 0], [1, 9]], np.int32), logprobs.view(np.int32)), 1)
+    item = routed() if of == "routed" else trajectory(3, 1, tokens=3)
+    taught = msgspec.structs.replace(item, teacher_logprob_bytes=np.zeros(3, np.float32).tobytes())
+    item = msgspec.structs.replace(taught, teacher_top_k_bytes=words.tobytes())
+    back = decode(encode(item))
+    assert back == item
+    assert np.array_equal(back.teacher_top_k, words)
+    batch = pa.ipc.read_record_batch(pa.py_buffer(encode(item)), RANKED)
+    assert batch.column("teacher_top_k").to_pylist() == [words.tobytes()]
+    table = read_table([payload(0, 0), encode(taught), encode(item)])
+    assert table.column("teacher_top_k").to_pylist() == [None, None, words.tobytes()]
+    assert decode(encode(taught)).teacher_top_k.shape == (3, 0), "a row of before there was distill.top_k"
+
+
+def _words(*ids: int, last: float = -2.0) -> npt.NDArray[np.int32]:
+    """Of three sampled tokens: the ids are of the last one, and `last` its tail."""
+    words = np.array([[*ids, *np.full(len(ids) + 1, -1.0, np.float32).view(np.int32)]] * 3, np.int32)
+    words[2, -1:] = np.array([last], np.float32).view(np.int32)
+    return words
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (_words(1, 2)[:2], "40 bytes of a teacher's likeliest tokens are not those of its 3 judged tokens"),
+        (_words(1, 2)[:, 1:], "48 bytes of a teacher's likeliest tokens are not those of its 3 judged tokens"),
+        (_words(), "12 bytes of a teacher's likeliest tokens are not those of its 3 judged tokens"),
+        (_words(1, -2), "ids of a teacher's likeliest tokens must not be negative"),
+        (_words(1, 2, last=np.nan), "log-probabilities of a teacher's likeliest tokens must be finite"),
+    ],
+)
+def test_likeliest_tokens_that_no_teacher_can_have_named_are_refused(
+    words: npt.NDArray[np.int32], complaint: str
+) -> None:
+    said = np.zeros(3, np.float32).tobytes()
+    item = msgspec.structs.replace(routed(), teacher_logprob_bytes=said, teacher_top_k_bytes=words.tobytes())
     with pytest.raises(ValueError, match=complaint):
         decode(encode(item))
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.algorithms import losses
 from asyncrl.models.head import WHOLE, Support, bf16_logits, chunked_logprobs
-from tests.support.head_inputs import head_inputs
+from tests.support.head_inputs import Largest, head_inputs
 
 TOKENS, VOCABULARY, HIDDEN = 23, 61, 16
 
@@ -59,24 +58,11 @@ def test_narrow_inputs_have_fp32_logits() -> None:
         torch.testing.assert_close(mine, plain, atol=0.03, rtol=0.02)
 
 
-class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 @pytest.mark.parametrize("support", [WHOLE, Support(top_p=0.8), Support(top_k=5, top_p=0.8)])
 @pytest.mark.parametrize("entropy", [True, False])
 def test_no_tensor_is_larger_than_a_chunk_or_a_matrix(entropy: bool, support: Support) -> None:
     hidden, output, target, _, _ = _inputs(torch.float32)
-    with _Largest() as largest:
+    with Largest() as largest:
         found = chunked_logprobs(hidden, output, target, temperature=1.0, chunk=4, entropy=entropy, support=support)
         total = found.logp_L.sum()
         if found.entropy_L is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -202,7 +203,13 @@ texts = st.text(max_size=40).filter(lambda text: "\0" not in text)
 rewards = st.tuples(st.floats(-9, 9), st.dictionaries(st.sampled_from("abcd"), st.floats(-9, 9)))
 
 
-@given(rows=st.lists(st.tuples(segments, texts, texts, rewards), min_size=1, max_size=12), seal=st.booleans())
+likeliest = st.sampled_from([None, 0, 1, 4])
+"""How many tokens a teacher has named; None: it was not asked."""
+
+
+@given(
+    rows=st.lists(st.tuples(segments, texts, texts, rewards, likeliest), min_size=1, max_size=12), seal=st.booleans()
+)
 @ANY_FILE
 def test_any_trajectory_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], seal: bool
@@ -222,8 +229,15 @@ def test_any_trajectory_is_read_as_it_was_written(
             started=1.5,
             finished=2.5,
         )
-        for group, (parts, prompt, engine, (reward, named)) in enumerate(rows)
+        for group, (parts, prompt, engine, (reward, named), _) in enumerate(rows)
     ]
+    for index, (*_, count) in enumerate(rows):
+        if count is not None:  # zeros are ids and log-probabilities
+            tokens = made[index].sampled_tokens
+            top_k = bytes(4 * (2 * count + 1) * tokens) if count else b""
+            made[index] = msgspec.structs.replace(
+                made[index], teacher_logprob_bytes=bytes(4 * tokens), teacher_top_k_bytes=top_k
+            )
     directory = tmp_path_factory.mktemp("log")
     write_log(directory, made, seal=seal)
     for row, trajectory in zip(stored(directory), made, strict=True):
@@ -234,6 +248,8 @@ def test_any_trajectory_is_read_as_it_was_written(
         assert row["tokens"] == trajectory.tokens.tolist()
         assert row["logprobs"] == trajectory.logprobs.tolist()
         assert row["versions"] == trajectory.versions.tolist()
+        assert row["teacher_logprobs"] == trajectory.teacher_logprobs.tolist()
+        assert row["teacher_top_k_bytes"] == len(trajectory.teacher_top_k_bytes)
 
 
 def test_an_unfinished_write_is_left_out_wherever_it_ends(tmp_path: Path) -> None:

@@ -64,6 +64,32 @@ def test_the_student_comes_closer_to_its_teacher(tmp_path: Path, model: Path, te
     assert not replay(run, "distill.coefficient=0.5").out.splitlines()[-1].startswith("identical")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_over_the_likeliest_tokens_it_comes_closer(tmp_path: Path, model: Path, teacher: Path) -> None:
+    settings = "steps=8", "flow.groups_per_step=48", "flow.groups_per_take=16", "max_staleness=1", "pipeline=distill"
+    rest = "trainer.warmup_steps=4", "distill.top_k=8", f"teachers=[{{path:{teacher}}}]"
+    quickstart_runs.run(tmp_path, model, *SMALL, *settings, *rest)
+    run = tmp_path / "run"
+    with open_run(run) as tables:
+        figures = "SELECT teacher_divergence, teacher_kl, informative_fraction FROM metrics ORDER BY step"
+        apart, kl, informative = zip(*tables.execute(figures).fetchall(), strict=True)
+        assert tables.execute(
+            "SELECT count(*) FROM trajectories WHERE teacher_top_k_bytes IS DISTINCT FROM answer_tokens * 68"
+        ).fetchone() == (0,), "8 ids and 9 log-probabilities for each sampled token"
+    assert min(apart) > 0
+    assert set(informative) == {1.0}
+    assert sum(apart[-4:]) / 4 < 0.8 * apart[0]
+    assert sum(kl[-4:]) / 4 < 0.9 * kl[0]
+    assert all(each.teacher_top_k.shape == (each.sampled_tokens, 17) for each in read_run(run / "trajectories"))
+    assert check(run).sound
+    done = replay(run)
+    assert done.out.splitlines()[-1].startswith("identical: 8 steps again"), done.err
+    without = replay(run, "distill.top_k=0")
+    assert without.code == 0, without.err
+    assert not without.out.splitlines()[-1].startswith("identical")
+
+
 def _unsure(student: Path, directory: Path, tensor: str, rows: slice) -> Path:
     """A random teacher with the student's tokenizer, of which a part was lost."""
     tokenizer = load_tokenizer(student)

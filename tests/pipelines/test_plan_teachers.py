@@ -3,17 +3,18 @@
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.config import Run
-from asyncrl.config.distillation import Teacher
+from asyncrl.config.distillation import Distillation, Teacher
 from asyncrl.config.run import Checkpoint
 from asyncrl.config.task import ChainsTask
 from asyncrl.data.tokenizer import load_tokenizer, save_character_tokenizer
 from asyncrl.fleet.placement import Offer, demands
 from asyncrl.tasks.chains import CHARACTERS, END
 from pipelines.plan import plan
-from pipelines.plan.estimate import PROCESS, longest_prompt, model_config, needs
+from pipelines.plan.estimate import PROCESS, longest_prompt, model_config, needs, token_bytes
 from tests.support.tiny_model import tiny_checkpoint
 
 
@@ -61,6 +62,14 @@ def test_other_tokens_are_refused_by_name(tmp_path: Path, model: Path, warm_star
     assert fourth.startswith(f"teachers[3].path={bare}: ")
 
 
+def test_no_teacher_has_more_likely_tokens_than_the_student_has_tokens(model: Path) -> None:
+    size = load_tokenizer(model).size
+    assert plan.problems(_run(model, model, distill=Distillation(top_k=size))) == []
+    for run in (_run(model, model), Run(name="planned", teachers=(Teacher(path=str(model)),))):
+        (problem,) = plan.problems(msgspec.structs.replace(run, distill=Distillation(top_k=size + 1)))
+        assert problem == f"distill.top_k={size + 1} is more than the {size} tokens of the model: set it to {size}"
+
+
 def test_each_takes_a_core_or_a_card_and_its_memory(model: Path) -> None:
     run = _run(model, model, model)
     cluster = Offer(nodes=({"CPU": 8.0, "GPU": 4.0},))
@@ -72,4 +81,6 @@ def test_each_takes_a_core_or_a_card_and_its_memory(model: Path) -> None:
     found, without = (needs(each, model_config(each), longest_prompt(each)) for each in (run, _run(model)))
     assert found.teachers_in_host == 2 * (4 * found.parameters + PROCESS)
     assert found.token == without.token + 4
+    ranked = _run(model, model, distill=Distillation(top_k=16))
+    assert token_bytes(ranked, model_config(ranked)) == without.token + 4 + 16 * 8 + 4
     assert found.host(run) - without.host(run) == found.teachers_in_host

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp, Supervised
+from asyncrl.config.distillation import Distillation, Teacher
 from asyncrl.config.trainer import Lora
 from asyncrl.errors import RankError, StorageError
 from asyncrl.models.collectives import RankGroup
@@ -25,7 +26,7 @@ from asyncrl.training.learner import Learner
 from asyncrl.types import Group, Segment
 from asyncrl.weights.gather import Follower
 from asyncrl.weights.transports.shared_memory import SharedMemoryWriter, read_tensors
-from tests.support.training_groups import gradients_of, make_groups
+from tests.support.training_groups import gradients_of, make_groups, with_likeliest
 
 RUN = Run(trainer=Trainer(lr=1e-3), correction=Importance(reject=()))
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
@@ -92,6 +93,22 @@ def on_data(ranks: Ranks, folder: Path) -> None:
                 assert learner.loss(held_out[:2]) > 0  # in the middle of a step
             _close(one, several, _exact(one))
             assert one.step().loss == pytest.approx(several.step().loss, abs=1e-5)
+
+
+def distillation(ranks: Ranks, folder: Path) -> None:
+    """From a teacher's likeliest tokens, of which each rank has those of its part; of one sample some have none."""
+    teachers, distill = (Teacher(path="unused"),), Distillation(top_k=3, reward=1.0)
+    run = msgspec.structs.replace(RUN, teachers=teachers, distill=distill, trainer=Trainer(lr=1e-3, token_budget=120))
+    groups = with_likeliest(make_groups(3), 3)
+    one_sample = [msgspec.structs.replace(groups[0], trajectories=groups[0].trajectories[1:2])]
+    for model, chosen in ((TIED, groups), (UNTIED, one_sample)):
+        one, several = _both(folder, ranks, run, model)
+        for learner in (one, several):
+            learner.accumulate(chosen)
+        _close(one, several, _exact(one))
+        mine, theirs = one.step().figures, several.step().figures
+        for name in ("teacher_divergence", "teacher_kl", "informative_fraction"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
 def log_probs(ranks: Ranks, folder: Path) -> None:

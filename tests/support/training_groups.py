@@ -1,5 +1,6 @@
 """Groups to train on, and what a learner has made of them."""
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -38,6 +39,24 @@ def make_groups(count: int, seed: int = 0, *, vocabulary: int = 48, longest: int
             )
         found.append(Group(id=group, trajectories=tuple(trajectories)))
     return found
+
+
+def with_likeliest(groups: list[Group], count: int, *, vocabulary: int = 48) -> list[Group]:
+    """As if a teacher had judged them, which finds any tokens likely and leaves a tenth to all others."""
+    rng = np.random.default_rng(5)
+
+    def judged(trajectory: Trajectory) -> Trajectory:
+        tokens = trajectory.sampled_tokens
+        ids = rng.random((tokens, vocabulary)).argsort(-1)[:, :count].astype(np.int32)
+        share = np.concatenate((0.9 * rng.dirichlet(np.ones(count), tokens), np.full((tokens, 1), 0.1)), 1)
+        logprobs = np.log(share).astype(np.float32)
+        return msgspec.structs.replace(
+            trajectory,
+            teacher_logprob_bytes=rng.uniform(-4.5, -3, tokens).astype(np.float32).tobytes(),
+            teacher_top_k_bytes=np.concatenate((ids, logprobs.view(np.int32)), 1).tobytes(),
+        )
+
+    return [msgspec.structs.replace(g, trajectories=tuple(map(judged, g.trajectories))) for g in groups]
 
 
 def _routes(rng: np.random.Generator, tokens: int) -> bytes:

@@ -7,19 +7,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from asyncrl.algorithms.advantages import group_relative, towards_teacher
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import Importance, ReinforcePp
 from asyncrl.config.distillation import Distillation, Teacher
 from asyncrl.errors import DistillationError
+from asyncrl.models.head import FAINT
 from asyncrl.models.names import cut
 from asyncrl.training.batches import block, pack
 from asyncrl.training.learner import Learner
-from asyncrl.training.teacher import TeacherModel
+from asyncrl.training.report import StepReport
+from asyncrl.training.teacher import Said, TeacherModel
 from asyncrl.types import Group, Segment, Trajectory
 from tests.support.episodes import random_group, turn_alone
-from tests.support.teaching import sampled_logp, taught
+from tests.support.teaching import all_logp, sampled_logp, taught
 from tests.support.tiny_model import tiny_checkpoint
 from tests.support.training_groups import make_groups
 
@@ -44,9 +48,10 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Any]]
 
 
 def _run(distill: Distillation, **parts: Any) -> Run:
-    trainer = Trainer(lr=1e-3, token_budget=90, grad_clip=1e9)
-    correction = parts.pop("correction", Importance(reject=()))
-    return Run(teachers=TEACHERS, distill=distill, trainer=trainer, correction=correction, **parts)
+    sizes = {"logits_bytes": parts.pop("logits_bytes")} if "logits_bytes" in parts else {}
+    trainer = Trainer(lr=1e-3, token_budget=90, grad_clip=1e9, **sizes)
+    given: dict[str, Any] = {"teachers": TEACHERS, "correction": Importance(reject=())} | parts
+    return Run(distill=distill, trainer=trainer, **given)
 
 
 def _on_policy(model: Any, groups: list[Group]) -> list[Group]:
@@ -62,6 +67,38 @@ def _on_policy(model: Any, groups: list[Group]) -> list[Group]:
     return [Group(id=g.id, trajectories=tuple(map(sampled, g.trajectories))) for g in groups]
 
 
+def _learned(learner: Learner, groups: list[Group], version: int) -> tuple[dict[str, Tensor], StepReport]:
+    """Gradients of the tensors that `step` makes means of, and its report."""
+    learner.version = version
+    learner.accumulate(groups)
+    gradient_of = {name: each.grad for name, each in learner.model.named_parameters() if each.grad is not None}
+    return gradient_of, learner.step()
+
+
+def _weighted(trajectory: Trajectory, logp_L: Tensor, advantage_L: Tensor, version: int) -> tuple[Tensor, Tensor]:
+    """The weight of each token, and its loss before that."""
+    with torch.no_grad():
+        own = trajectory.versions >= 0
+        mu_L = torch.tensor(trajectory.logprobs[own])
+        age_L = torch.from_numpy(version - trajectory.versions[own])
+        share_L = torch.where(age_L == 0, 1.0, (age_L - 1).clamp(min=0) / age_L.clamp(min=1))
+        proximal_L = mu_L + share_L * (logp_L - mu_L)
+        weight_L = (proximal_L - mu_L).exp().clamp(max=2.0)
+    ratio_L = (logp_L - proximal_L).exp()
+    clipped_L = ratio_L.clamp(0.8, 1.28)
+    return weight_L, -(ratio_L * advantage_L).minimum(clipped_L * advantage_L)
+
+
+def _compare(gradient_of: dict[str, Tensor], learner: Learner, model: Any, tokens: int, *, atol: float) -> None:
+    """With those that transformers' model has."""
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: gradient for own, parts in learner.model.parts() for name, gradient in cut(gradient_of[own], parts)}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient is not None
+        assert torch.allclose(found[name], gradient / tokens, rtol=1e-3, atol=atol), name
+
+
 @pytest.mark.parametrize("distill", [Distillation(), Distillation(coefficient=0.5, reward=2.0)])
 @pytest.mark.parametrize("version", [0, 3])
 def test_the_gradient_is_that_of_the_definition(
@@ -74,16 +111,11 @@ def test_the_gradient_is_that_of_the_definition(
     if version == 0:
         groups = _on_policy(model, groups)
     groups = taught(groups, [(teachers[0][1], 3.0), (teachers[1][1], 1.0)])
-    run = _run(distill)
-    learner = Learner(path, run)
-    learner.version = version
-    learner.accumulate(groups)
-    # Gradients of the tensors that `step` makes means of.
-    gradient_of = {name: each.grad for name, each in learner.model.named_parameters() if each.grad is not None}
-    report = learner.step()
+    learner = Learner(path, _run(distill))
+    gradient_of, report = _learned(learner, groups, version)
 
     model.zero_grad()
-    gaps: list[torch.Tensor] = []
+    gaps: list[Tensor] = []
     for group in groups:
         reward_G = group_relative(np.array([t.reward for t in group.trajectories]), normalize_std=True)
         for trajectory, reward in zip(group.trajectories, reward_G.tolist(), strict=True):
@@ -91,24 +123,113 @@ def test_the_gradient_is_that_of_the_definition(
             with torch.no_grad():
                 gap_L = logp_L - torch.tensor(trajectory.teacher_logprobs)
                 advantage_L = distill.reward * reward - distill.coefficient * gap_L
-                own = trajectory.versions >= 0
-                mu_L = torch.tensor(trajectory.logprobs[own])
-                age_L = torch.from_numpy(version - trajectory.versions[own])
-                share_L = torch.where(age_L == 0, 1.0, (age_L - 1).clamp(min=0) / age_L.clamp(min=1))
-                proximal_L = mu_L + share_L * (logp_L - mu_L)
-                weight_L = (proximal_L - mu_L).exp().clamp(max=2.0)
-            ratio_L = (logp_L - proximal_L).exp()
-            clipped_L = ratio_L.clamp(0.8, 1.28)
-            (-weight_L * (ratio_L * advantage_L).minimum(clipped_L * advantage_L)).sum().backward()
+            weight_L, loss_L = _weighted(trajectory, logp_L, advantage_L, version)
+            (weight_L * loss_L).sum().backward()
             gaps.append(gap_L)
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = {name: gradient for own, parts in learner.model.parts() for name, gradient in cut(gradient_of[own], parts)}
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert gradient is not None
-        assert torch.allclose(found[name], gradient / report.tokens, rtol=1e-3, atol=2e-5), name
+    _compare(gradient_of, learner, model, report.tokens, atol=2e-5)
     assert report.figures["teacher_kl"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
     assert report.figures["informative_fraction"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("distill", "version"),
+    [
+        (Distillation(top_k=48), 0),
+        (Distillation(top_k=48, divergence="forward"), 3),
+        (Distillation(top_k=48, coefficient=0.5, reward=2.0), 3),
+        (Distillation(top_k=5), 3),
+        (Distillation(top_k=5, divergence="forward"), 0),
+    ],
+)
+@pytest.mark.parametrize("logits_bytes", [5 * 48 * 4, 1 << 20])
+def test_over_the_likeliest_tokens_it_is_that_of_torchs_divergence(
+    student: tuple[Path, Any],
+    teachers: list[tuple[Path, Any]],
+    distill: Distillation,
+    version: int,
+    logits_bytes: int,
+) -> None:
+    """48 tokens are the whole vocabulary. What remains of fewer is one token more, by its logarithm."""
+    path, model = student
+    groups = make_groups(3) if version else _on_policy(model, make_groups(3))
+    groups = taught(groups, [(teachers[0][1], 1.0)], top_k=distill.top_k)
+    learner = Learner(path, _run(distill, logits_bytes=logits_bytes, teachers=TEACHERS[:1]))
+    gradient_of, report = _learned(learner, groups, version)
+
+    model.zero_grad()
+    apart: list[Tensor] = []
+    for group in groups:
+        reward_G = group_relative(np.array([t.reward for t in group.trajectories]), normalize_std=True)
+        for trajectory, reward in zip(group.trajectories, reward_G.tolist(), strict=True):
+            logp_L_V = all_logp(model, trajectory)
+            with torch.no_grad():
+                teacher_L_V = all_logp(teachers[0][1], trajectory)
+            policy, teacher = (_buckets(each, teacher_L_V, distill.top_k) for each in (logp_L_V, teacher_L_V))
+            first, second = (teacher, policy) if distill.divergence == "reverse" else (policy, teacher)
+            apart_L = functional.kl_div(first, second, reduction="none", log_target=True).sum(-1)
+            logp_L = sampled_logp(model, trajectory)
+            weight_L, loss_L = _weighted(trajectory, logp_L, torch.full_like(logp_L, distill.reward * reward), version)
+            (weight_L * (loss_L + distill.coefficient * apart_L)).sum().backward()
+            apart.append(apart_L.detach())
+    _compare(gradient_of, learner, model, report.tokens, atol=1e-5)
+    assert report.figures["teacher_divergence"] == pytest.approx(float(torch.cat(apart).mean()), abs=1e-5)
+    assert report.figures["informative_fraction"] == 1.0
+    assert "teacher_kl" in report.figures
+
+
+def _buckets(logp_L_V: Tensor, teacher_L_V: Tensor, count: int) -> Tensor:
+    """In the teacher's order."""
+    ordered_L_V = logp_L_V.gather(1, teacher_L_V.sort(-1, descending=True).indices)
+    tail_L_1 = ordered_L_V[:, count:].logsumexp(-1, keepdim=True)
+    return torch.cat((ordered_L_V[:, :count], tail_L_1), 1) if count < logp_L_V.shape[1] else ordered_L_V
+
+
+@pytest.mark.parametrize("distill", [Distillation(top_k=5), Distillation(top_k=48, divergence="forward")])
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 4}, {"top_p": 0.7, "temperature": 0.8}])
+def test_a_policy_with_its_own_likeliest_tokens_learns_nothing(
+    student: tuple[Path, Any], distill: Distillation, sampling: dict[str, Any]
+) -> None:
+    """However it samples: the divergence is of whole distributions, at the temperature."""
+    path, _ = student
+    run = _run(distill, rollout=Rollout(**sampling), teachers=TEACHERS[:1])
+    said = iter(TeacherModel(Teacher(path=str(path)), run).judge([t for g in make_groups(2) for t in g.trajectories]))
+    groups = [
+        Group(id=group.id, trajectories=tuple(_with(each, next(said)) for each in group.trajectories))
+        for group in make_groups(2)
+    ]
+    gradient_of, report = _learned(Learner(path, run), groups, 0)
+    assert report.figures["teacher_divergence"] == pytest.approx(0, abs=1e-6)
+    assert max(float(gradient.abs().max()) for gradient in gradient_of.values()) / report.tokens < 1e-6
+
+
+def _with(trajectory: Trajectory, said: Said) -> Trajectory:
+    return msgspec.structs.replace(
+        trajectory, teacher_logprob_bytes=said.logprobs.tobytes(), teacher_top_k_bytes=said.top_k.tobytes()
+    )
+
+
+def test_samples_with_other_likeliest_tokens_are_refused_by_name(
+    student: tuple[Path, Any], teachers: list[tuple[Path, Any]]
+) -> None:
+    path, _ = student
+    five = taught(make_groups(1), [(teachers[0][1], 1.0)], top_k=5)
+    none = taught(make_groups(1), [(teachers[0][1], 1.0)])
+    for groups, recorded in ((five, 5), (none, 0)):
+        learner = Learner(path, _run(Distillation(top_k=8), teachers=TEACHERS[:1]))
+        with pytest.raises(DistillationError, match=f"sample 0/0 has the {recorded} likeliest .* distill.top_k=8"):
+            learner.accumulate(groups)
+
+
+def test_what_was_recorded_with_likeliest_tokens_can_be_learned_from_without(
+    student: tuple[Path, Any], teachers: list[tuple[Path, Any]]
+) -> None:
+    """As a replay does; also where a run has changed their number."""
+    path, _ = student
+    first, second = make_groups(2)
+    some = taught([first], [(teachers[0][1], 1.0)], top_k=5) + taught([second], [(teachers[0][1], 1.0)], top_k=6)
+    plain = taught([first, second], [(teachers[0][1], 1.0)])
+    found, expected = (_learned(Learner(path, _run(Distillation())), groups, 1)[0] for groups in (some, plain))
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
@@ -168,12 +289,38 @@ def test_a_teacher_says_what_transformers_says(
     turns = (first, *others, Segment.given([7, 8]), Segment.sampled([9, 1], [-1.0, -2.0], 4))
     silent = msgspec.structs.replace(trajectories[1], segments=(first, Segment.given([5])))
     trajectories += [msgspec.structs.replace(trajectories[0], segments=turns), silent]
-    found = TeacherModel(Teacher(path=str(path), backend=backend), run).logprobs(trajectories)
+    found = TeacherModel(Teacher(path=str(path), backend=backend), run).judge(trajectories)
     for trajectory, own in zip(trajectories, found, strict=True):
         with torch.no_grad():
             expected = sampled_logp(model, trajectory, temperature).numpy()
-        assert own.dtype == np.float32
-        assert np.allclose(own, expected, atol=2e-4), "one value for each sampled token, in order"
+        assert own.logprobs.dtype == np.float32
+        assert np.allclose(own.logprobs, expected, atol=2e-4), "one value for each sampled token, in order"
+
+
+@pytest.mark.parametrize(("vocabulary", "count"), [(48, 6), (48, 48), (30, 6), (30, 30), (64, 64)])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_k": 3}])
+def test_a_teachers_likeliest_tokens_are_those_of_transformers(
+    teachers: list[tuple[Path, Any]], vocabulary: int, count: int, sampling: dict[str, Any]
+) -> None:
+    """Of the whole distribution over 48 tokens; the student may have fewer or more, and knows no others."""
+    path, model = teachers[0]
+    rollout, trainer = Rollout(**sampling), Trainer(token_budget=90, logits_bytes=5 * 48 * 4)
+    run = Run(rollout=rollout, trainer=trainer, distill=Distillation(top_k=count))
+    trajectories = [t for group in make_groups(2) for t in group.trajectories]
+    found = TeacherModel(Teacher(path=str(path)), run, vocabulary).judge(trajectories)
+    for trajectory, own in zip(trajectories, found, strict=True):
+        with torch.no_grad():
+            logp_L_V = all_logp(model, trajectory, rollout.temperature)
+        ids, said = torch.from_numpy(own.top_k[:, :count]).long(), torch.from_numpy(own.top_k[:, count:].view("f4"))
+        assert int(ids.max()) < vocabulary
+        assert all(len(set(row.tolist())) == count for row in ids)
+        known = min(count, 48)
+        expected_L_K = logp_L_V[:, :vocabulary].sort(-1, descending=True).values[:, :known]
+        torch.testing.assert_close(said[:, :known], expected_L_K, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(logp_L_V.gather(1, ids[:, :known]), expected_L_K, atol=2e-4, rtol=1e-4)
+        assert (said[:, known:count] == FAINT).all(), "tokens that the teacher does not have"
+        tail_L = (1 - expected_L_K.exp().sum(-1)).clamp(min=0)
+        torch.testing.assert_close(said[:, count].exp(), tail_L, atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.7, "temperature": 0.8}])
@@ -187,15 +334,15 @@ def test_a_teacher_is_restricted_as_the_student_is(student: tuple[Path, Any], sa
         expected = Learner(path, run).token_logprobs(batch)
     by_slot = dict(zip([answer.slot for answer in batch.answers], expected.split(batch.lengths), strict=True))
     trajectories = [t for group in groups for t in group.trajectories]
-    found = TeacherModel(Teacher(path=str(path)), run).logprobs(trajectories)
+    found = TeacherModel(Teacher(path=str(path)), run).judge(trajectories)
     for trajectory, own in zip(trajectories, found, strict=True):
-        assert np.allclose(own, by_slot[trajectory.slot].numpy(), atol=1e-5)
+        assert np.allclose(own.logprobs, by_slot[trajectory.slot].numpy(), atol=1e-5)
 
 
 def test_an_unknown_token_is_refused(student: tuple[Path, Any]) -> None:
     (group,) = make_groups(1, vocabulary=60)
     with pytest.raises(ValueError, match="is none of the 48 that the teacher knows"):
-        TeacherModel(Teacher(path=str(student[0])), Run()).logprobs(group.trajectories)
+        TeacherModel(Teacher(path=str(student[0])), Run()).judge(group.trajectories)
 
 
 def test_episodes_with_branches_are_judged_turn_by_turn(teachers: list[tuple[Path, Any]]) -> None:
@@ -203,10 +350,10 @@ def test_episodes_with_branches_are_judged_turn_by_turn(teachers: list[tuple[Pat
     path, model = teachers[1]
     trajectories = random_group(np.random.default_rng(4), 0, one_prompt=False).trajectories
     assert any(each.branches for each in trajectories)
-    found = TeacherModel(Teacher(path=str(path)), Run()).logprobs(trajectories)
+    found = TeacherModel(Teacher(path=str(path)), Run()).judge(trajectories)
     for trajectory, own in zip(trajectories, found, strict=True):
         assert trajectory.episode is not None
         turns = [turn_alone(trajectory, number) for number in range(len(trajectory.episode.turns))]
         with torch.no_grad():
             expected = torch.cat([sampled_logp(model, turn) for turn in turns]).numpy()
-        assert np.allclose(own, expected, atol=2e-4)
+        assert np.allclose(own.logprobs, expected, atol=2e-4)

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from asyncrl.algorithms import losses
 from asyncrl.config import Run, Trainer
 from asyncrl.config.algorithm import Grpo, Importance, Kl, Ppo
+from asyncrl.config.distillation import Distillation
 from asyncrl.config.drafter import DrafterTraining
 from asyncrl.config.engine import FakeEngine, VllmEngine
 from asyncrl.config.trainer import Lora
@@ -332,6 +334,26 @@ def test_the_head_takes_two_blocks_of_logits_and_its_gradient() -> None:
     run = Run(trainer=Trainer(logits_bytes=rows * vocabulary * 4))
     config = ModelConfig.from_hf(SHAPES["llama"] | SIZES)
     expected = memory._head_bytes(run, config, tokens) - tokens * hidden * 4  # the states are not counted above
+    assert expected == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("rows", [64, 640])
+def test_a_teachers_likeliest_tokens_take_a_third_block_and_some_numbers_each(rows: int) -> None:
+    tokens, vocabulary, hidden, count = 640, 4096, 192, 300
+    with FakeTensorMode(), _Live() as live:
+        states, output = torch.empty(tokens, hidden).requires_grad_(), torch.empty(vocabulary, hidden).requires_grad_()
+        target = torch.empty(tokens, dtype=torch.int64)
+        for tensor in (states, output, target):
+            live.see(tensor)
+        before = live.now
+        said = torch.empty(tokens, 2 * count + 1)
+        ids, teacher = said[:, :count].long(), said[:, count:]
+        found = chunked_logprobs(states, output, target, temperature=0.7, chunk=rows, ids_L_K=ids)
+        assert found.top_L_B is not None
+        (found.logp_L + losses.divergence("reverse", found.top_L_B, teacher)).sum().backward()
+        peak = live.peak - before
+    run = Run(trainer=Trainer(logits_bytes=rows * vocabulary * 4), distill=Distillation(top_k=count))
+    expected = memory._head_bytes(run, ModelConfig.from_hf(SHAPES["llama"] | SIZES), tokens) - tokens * hidden * 4
     assert expected == pytest.approx(peak, rel=0.05)
 
 

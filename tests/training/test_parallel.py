@@ -23,6 +23,7 @@ SCENES = (
     rank_scenarios.gradients,
     rank_scenarios.bf16_gradients,
     rank_scenarios.on_data,
+    rank_scenarios.distillation,
     rank_scenarios.algorithms,
     rank_scenarios.twenty_steps,
     rank_scenarios.resume,

@@ -55,6 +55,7 @@ SCHEMA: Any = pa.schema(
         ("route_bytes", pa.int64()),
         ("episode", pa.string_view()),
         ("teacher_logprobs", pa.list_view(pa.float32())),
+        ("teacher_top_k_bytes", pa.int64()),
         ("unsigned_versions", pa.list_view(pa.uint32())),
     ]
 )
@@ -99,8 +100,8 @@ class _Reader:
             columns.append(column)
         versions = columns[-1]
         unsigned = pa.ListViewArray.from_arrays(versions.offsets, versions.sizes, versions.values.view(pa.uint32()))
-        columns += [self._text(place, ends), self._route_bytes(place, ends), self._text(place, ends)]
-        columns += [self._floats(place, ends), unsigned]
+        columns += [self._text(place, ends), self._num_bytes(place, ends), self._text(place, ends)]
+        columns += [self._floats(place, ends), self._num_bytes(place, ends), unsigned]
         if np.any(place << WORD != ends):
             raise IndexError("a row does not end with its frame")
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
@@ -123,8 +124,8 @@ class _Reader:
             views[longer], place[longer] = self._texts(place[longer])
         return self._as_text(views)
 
-    def _route_bytes(self, place: Positions, ends: Positions) -> Any:
-        """How long the routes are, in the rows that do not end here."""
+    def _num_bytes(self, place: Positions, ends: Positions) -> Any:
+        """How long a column of bytes is, in the rows that do not end here; the others have none."""
         lengths = np.zeros(len(place), np.int64)
         (longer,) = np.nonzero(place << WORD < ends)
         if len(longer):

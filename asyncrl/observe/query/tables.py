@@ -105,6 +105,7 @@ CREATE VIEW trajectories AS
             ELSE '$incomplete' END AS drop_reason,
         t.tokens, t.logprobs, t.versions, nullif(t.route_bytes, 0) AS route_bytes,
         CASE WHEN len(t.teacher_logprobs) > 0 THEN t.teacher_logprobs END AS teacher_logprobs,
+        nullif(t.teacher_top_k_bytes, 0) AS teacher_top_k_bytes,
         -- Of those who sampled it: given tokens have log-probability 0, and teachers say nothing of them.
         (list_sum(t.logprobs) - list_sum(t.teacher_logprobs)) / nullif(len(t.teacher_logprobs), 0) AS teacher_kl
     FROM raw_trajectories t LEFT JOIN groups g USING (group_id);

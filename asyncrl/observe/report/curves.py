@@ -83,7 +83,7 @@ def _teachers(run: Recorded) -> list[Chart]:
     note = "mean of log p of the policy - log p of its teachers over the tokens that were trained on"
     work = "all teachers together, since the start; waited is the sum over the samples"
     charts = [
-        _lines(run, "Distance to the teachers", {"teacher_kl": "reverse KL"}, "nats per token", note=note),
+        _lines(run, "Distance to the teachers", DISTANCES, "nats per token", note=note),
         _lines(run, "Work of the teachers", TEACHERS, "seconds", from_zero=True, note=work),
     ]
     return [chart for chart in charts if chart["series"]]
@@ -112,6 +112,7 @@ def correction(run: Recorded) -> list[Chart]:
     return [chart for chart in charts if chart["series"]]
 
 
+DISTANCES = {"teacher_kl": "reverse KL", "teacher_divergence": "over the likeliest tokens"}
 TEACHERS = {"teacher_busy_seconds": "computing", "teacher_waited_seconds": "samples waited"}
 WORTH = {"ess": "of the ratios", "ess_used": "of the weights, as they are used"}
 RATIOS = {"rho_p1": "1st percentile", "rho_p50": "median", "rho_p99": "99th percentile"}

@@ -46,6 +46,7 @@ class Part:
     """Where each sampled token is in what the ranks gather."""
     most: int = 0
     """Sampled tokens of the rank that has the most."""
+    teacher_top_L_X: Tensor | None = None
 
     def of(self, group: RankGroup) -> Self:
         """From a batch that is whole, and on the host still."""
@@ -66,6 +67,7 @@ class Part:
             predict_L=self.predict_L[own] - begin,
             target_L=self.target_L[own],
             routes_T_L_C=None if self.routes_T_L_C is None else self.routes_T_L_C[begin:end],
+            teacher_top_L_X=None if self.teacher_top_L_X is None else self.teacher_top_L_X[own],
             group=group,
             sizes=tuple(np.diff(ends, prepend=0).tolist()),
             place_L=torch.from_numpy(place),
