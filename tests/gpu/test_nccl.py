@@ -32,7 +32,7 @@ def _hindrance() -> str:
     pytest.importorskip("cupy", reason=needs.package("nccl"))
     from asyncrl.weights.transports import nccl
 
-    return shared_gpu.problem(shared_gpu.numbers(nccl.nccl().get_version()))
+    return needs.shared_gpu(shared_gpu.numbers(nccl.nccl().get_version()))
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

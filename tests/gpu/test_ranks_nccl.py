@@ -22,7 +22,7 @@ SCENES = (
 def _hindrance() -> str:
     if not torch.cuda.is_available():
         return needs.GPU
-    return shared_gpu.problem(shared_gpu.loaded())
+    return needs.shared_gpu(shared_gpu.loaded())
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from asyncrl.errors import SandboxError
 from asyncrl.sandbox.sandbox import Sandbox
+from asyncrl.system.shared_gpu import OLDEST
 
 GPU = "needs a GPU: make test-gpu"
 VLLM = "needs vLLM: make test installs it"
@@ -15,6 +16,11 @@ NAMESPACES = "needs namespaces: a machine or container that allows unshare --pid
 
 def package(name: str) -> str:
     return f"needs asyncrl[{name}]: pip install 'asyncrl[{name}]'"
+
+
+def shared_gpu(nccl: tuple[int, ...]) -> str:
+    """Why this version of NCCL does not let ranks share a GPU, or nothing."""
+    return "" if nccl >= OLDEST else f"needs NCCL 2.30, not {'.'.join(map(str, nccl))}: several ranks on one GPU"
 
 
 def bubblewrap() -> str:
