@@ -59,9 +59,8 @@ def test_nothing_acknowledged_is_lost(facts: dict[str, Any]) -> None:
 def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(facts: dict[str, Any]) -> None:
     assert facts["drain"] == ""
     assert facts["third"] == StoppedError.exit_code, facts["output"][-4000:]
-    assert re.search(
-        r"the cluster drains node \w+ \(driver, buffer, reward, trainer\S*\): the run writes", facts["output"]
-    )
+    said = facts["output"][-4000:]
+    assert re.search(r"the cluster drains node \w+ \(driver, buffer, reward, trainer\S*\): the run writes", said), said
 
 
 def test_nobody_joins_without_the_token(facts: dict[str, Any]) -> None:
