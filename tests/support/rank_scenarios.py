@@ -5,11 +5,13 @@ import resource
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config import Rollout, Run, Trainer
 from asyncrl.config.algorithm import Algorithm, Grpo, Importance, Kl, Ppo, ReinforcePp, Supervised
@@ -334,6 +336,25 @@ def twenty_steps(ranks: Ranks, folder: Path) -> None:
     gaps = [abs(_train(one, make_groups(3, seed)) - _train(several, make_groups(3, seed))) for seed in range(20)]
     assert max(gaps) <= 1e-5
     (folder / "gap").write_text(f"{max(gaps):.2g}")
+
+
+def means_of_replicas(ranks: Ranks, folder: Path) -> None:
+    """By hand: replica r has a gradient of r + 1 everywhere. The norm is that of the first replica, at all of them."""
+    trained = list(Learner(folder / TIED, RUN, ranks).model.parameters())
+    shards = cast(DTensor, trained[0]).device_mesh.size()
+    replicas, own = ranks.world // shards, ranks.rank // shards + 1
+    count = sum(parameter.numel() for parameter in trained)
+    for parameter in trained:
+        parameter.grad = torch.full_like(parameter, own)
+    assert ranks.clip(trained, 1e9) == pytest.approx(count**0.5)
+    ranks.combine(trained)
+    for parameter in trained:
+        assert parameter.grad is not None
+        assert (ranks.mine(parameter.grad) == (replicas + 1) / 2).all()
+    norm = (replicas + 1) / 2 * count**0.5
+    assert ranks.clip(trained, norm / 4) == pytest.approx(norm)
+    assert trained[0].grad is not None
+    assert ranks.mine(trained[0].grad).numpy() == pytest.approx((replicas + 1) / 8)
 
 
 def equal_replicas(ranks: Ranks, folder: Path) -> None:

@@ -23,6 +23,7 @@ SCENES = (
     rank_scenarios.on_data,
     rank_scenarios.algorithms,
     rank_scenarios.twenty_steps,
+    rank_scenarios.means_of_replicas,
     rank_scenarios.equal_replicas,
     rank_scenarios.resume,
     rank_scenarios.adapters,
