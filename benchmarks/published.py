@@ -238,7 +238,7 @@ GB200_BYTES, GB200_FLOPS = 8.0e12, 5.0e15
 """Of one GPU; operations are FP8's."""
 ENGINE_GPUS = 32
 """Assumed: experts are spread over so many."""
-GENERATORS = 1280
+GENERATORS = 544
 """Of 2,048 GPUs in the asynchronous row; others are below."""
 
 
