@@ -238,7 +238,7 @@ def test_a_killed_run_goes_on_with_what_was_parked(tmp_path: Path, model: Path) 
     assert done.code == 0, done.out + done.err
     after = {each.slot: each for each in compared(directory)}
     for slot in parked.keys() - before:
-        assert after[slot].tokens == parked[slot].tokens, "it was not generated again"
+        assert after[slot].tokens.tolist() == parked[slot].tokens.tolist(), "it was not generated again"
     assert "verdict     sound" in checked(directory)
     assert summary(directory)["ledger"]["dropped"] == {}
     assert replay(directory).out.splitlines()[-1].startswith("identical: 6 steps again")
@@ -269,7 +269,7 @@ def test_an_actor_is_killed_while_completions_are_compared(
 
 def wait_for_parked(process: "subprocess.Popen[str]", directory: Path) -> None:
     """Until the first completions wait."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0]
         if (path := directory / "judge.sqlite").exists():
