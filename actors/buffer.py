@@ -43,7 +43,7 @@ class BufferActor:
     """Every wait has a deadline and says what it waited for. `append` may be retried freely; it is idempotent."""
 
     IDEMPOTENT = frozenset(
-        {"append", "fail", "read", "commit", "advance", "limit", "checkpointed", "ledger", "status", "close"}
+        {"append", "fail", "awaited", "read", "commit", "advance", "limit", "checkpointed", "ledger", "status", "close"}
     )
     """Not `admit` and `take`: after a lost reply, a repeated call would issue or deliver further groups."""
 
@@ -117,6 +117,11 @@ class BufferActor:
         return await self._change(
             lambda: Receipt(slot, "dropped") if self._closed else self._store.fail(slot, reason, tokens)
         )
+
+    async def awaited(self, groups: list[int]) -> dict[int, tuple[int, ...]] | None:
+        """Which samples of these groups are still to be stored; a group that is not named has all that it can have, or
+        has ended. None while a resumed run repeats recorded deliveries."""
+        return self._store.awaited(groups)
 
     async def note(self, begun: dict[Slot, tuple[Segment, ...]]) -> None:
         """Keep what engines have sampled of unfinished completions, for another engine to continue if one dies."""

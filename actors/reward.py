@@ -3,30 +3,34 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from actors.buffer import BufferActor
 from asyncrl.config.user_code import Environment, Reward, Stages, stages
+from asyncrl.data.arrow import decode, encode
 from asyncrl.drop_reasons import stage_reason
-from asyncrl.judges.judge import ModelJudge
-from asyncrl.judges.store import JudgeStats
-from asyncrl.observe.diagnosis.activity import Activity
-from asyncrl.observe.diagnosis.snapshot import Situation
+from asyncrl.judges.judge import ModelJudge, Verdict
+from asyncrl.judges.pairs import PairJudge
+from asyncrl.judges.store import JudgeStats, Parked
+from asyncrl.observe.diagnosis.activity import SHOWN, Activity
+from asyncrl.observe.diagnosis.snapshot import SampleAt, Situation
+from asyncrl.types import Slot
 from asyncrl.user_code.environments import Conversation
 from asyncrl.user_code.failures import Failures
 from asyncrl.user_code.in_process import AnyPool, make_pool
 from asyncrl.user_code.pool import check_function
 from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult, RewardStats
-from asyncrl.user_code.score import Score
+from asyncrl.user_code.score import Score, rewarded
 from asyncrl.user_code.stages import Drop, Sample
 
 
 class RewardActor:
     """Scores completions with the user's functions, in processes of their own that can be killed, and with a judge."""
 
-    IDEMPOTENT = frozenset({"failures", "stats", "judge_stats"})
+    IDEMPOTENT = frozenset({"failures", "stats", "judge_stats", "park", "parked"})
     """Not what calls the user's functions: they may do something that must not be done twice."""
 
     def __init__(
@@ -36,11 +40,13 @@ class RewardActor:
         after: Stages = (),
         verdicts: Path | None = None,
         suites: Mapping[str, Reward] | None = None,
+        buffer: BufferActor | None = None,
     ) -> None:
         """`after` the reward come these stages; `verdicts`: where the judge's are kept. `suites` of evaluations have
-        rewards of their own, by their names."""
-        self._settings, self._verdicts = settings, verdicts
+        rewards of their own, by their names. `buffer` gets completions that were compared."""
+        self._settings, self._verdicts, self._buffer = settings, verdicts, buffer
         self._judge: ModelJudge | None = None
+        self._pairs: PairJudge | None = None
         self._suites = {name: (each, make_pool(each)) for name, each in (suites or {}).items()}
         self._pool = make_pool(settings)
         self._environment = environment or Environment()
@@ -59,7 +65,9 @@ class RewardActor:
     def _opened_judge(self) -> ModelJudge | None:
         """Also in an actor that Ray has made anew, which nobody starts."""
         if self._judge is None and self._settings.judge.on:
-            self._judge = ModelJudge(self._settings.judge, self._verdicts)
+            self._judge = judge = ModelJudge(self._settings.judge, self._verdicts)
+            if self._settings.judge.pairs and self._buffer is not None:
+                self._pairs = PairJudge(judge, self._settings.judge.pairs, self._buffer.awaited, self._compared)
         return self._judge
 
     async def score(self, inputs: Sequence[RewardInput], suite: str = "") -> list[RewardResult]:
@@ -76,10 +84,41 @@ class RewardActor:
         else:
             results = [Score(0.0)] * len(inputs)
             self._pool.stats.judged += len(inputs)
+        if self._settings.judge.pairs:
+            return results  # to be parked, or of held-out completions, which have no group
         came = time.monotonic()
         results = await judge.score(inputs, results)
         self._pool.stats.waited_seconds += len(inputs) * (time.monotonic() - came)
         return results
+
+    async def park(self, completions: Sequence[Parked]) -> None:
+        """Keep completions that have the function's reward until they are compared with others of their groups. From
+        here they go through the stages and into the buffer."""
+        self._opened_judge()
+        assert self._pairs is not None
+        self._pairs.park(completions)
+
+    async def parked(self, groups: Collection[int]) -> list[Slot]:
+        """Which of their samples are here already: nobody needs to generate them."""
+        self._opened_judge()
+        return [] if self._pairs is None else self._pairs.parked(groups)
+
+    async def _compared(self, parked: Parked, verdict: Verdict, waited_s: float) -> None:
+        self._pool.stats.waited_seconds += waited_s
+        assert self._buffer is not None
+        assert self._judge is not None
+        trajectory, result = decode(parked.trajectory), verdict
+        if not isinstance(verdict, RewardFailure):
+            own = Score(trajectory.reward, trajectory.parts)
+            result = self._judge.added(trajectory.reward if self._settings.function and not own.parts else own, verdict)
+        if self._stages and not isinstance(result, RewardFailure):
+            judged = parked.given
+            whole = rewarded(trajectory, result)
+            (result,) = await self.stage([Sample(judged.prompt, judged.completion, judged.answer, whole, judged.turns)])
+        if isinstance(result, RewardFailure):
+            await self._buffer.fail(parked.slot, result.reason, trajectory.sampled_tokens)
+        else:
+            await self._buffer.append([encode(rewarded(trajectory, result))])
 
     async def respond(self, talk: Conversation) -> str | RewardFailure | None:
         """What the environment says next; None when the conversation is over."""
@@ -105,6 +144,10 @@ class RewardActor:
 
     async def failures(self) -> Failures:
         """The first failures of each function, and whether one of them fails always."""
+        if self._settings.judge.pairs:
+            self._opened_judge()  # what an earlier process had parked is gone on with
+        if self._pairs is not None:
+            self._pairs.check()
         records = [pool.record for pool in self._pools]
         always = [record.always for record in records]
         if self._judge is not None:
@@ -134,9 +177,17 @@ class RewardActor:
             dropped=dict(dropped),
             failures={failure.reason: failure.message for record in records for failure in record.first},
             judge=judge.situation if judge is not None else "",
+            samples=self._parked_samples(),
         )
 
+    def _parked_samples(self) -> tuple[SampleAt, ...]:
+        now, waiting = time.monotonic(), self._pairs.waiting if self._pairs is not None else []
+        oldest = sorted(waiting, key=lambda each: each.slot)[:SHOWN]
+        return tuple(SampleAt(each.slot.group, each.slot.sample, "compare", now - each.since) for each in oldest)
+
     async def close(self) -> None:
+        if self._pairs is not None:
+            await self._pairs.close()
         await asyncio.gather(*(pool.close() for pool in self._pools))
         if self._judge is not None:
             await self._judge.close()

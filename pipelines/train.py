@@ -57,6 +57,7 @@ RESUMABLE = (
     *("max_staleness", "staleness", "correction", "sentinel", "checkpoint", "recovery", "rollout.precision"),
     *("rollout.router_replay", "buffer.keep", "events", "flow.incomplete", "flow.incomplete_min"),
     *(f"trainer.{name}" for name in ("lr", "warmup_steps", "decay_steps", "grad_clip")),
+    *("distill.coefficient", "distill.reward"),  # what teachers said is stored: only how it is weighed changes
     *(f"reward.judge.{name}" for name in ("url", "api_key_env", "concurrency", "timeout_s", "deadline_s", "retries")),
     *(f"reward.judge.{name}" for name in ("backoff_s", "max_calls", "max_tokens", "when_spent", "cache_bytes")),
 )

@@ -95,6 +95,7 @@ class RolloutActor:
             lambda slot, stage: self._activity.stage(slot, stage),
             gather_seconds(engines),
             staged=bool(run.stages),
+            compared=run.reward.judge.pairs > 0,
             teachers=Teachers(run.teachers, teachers) if teachers else None,
         )
         self._gateway = gateway
@@ -135,6 +136,7 @@ class RolloutActor:
 
         `begun` is what another engine had sampled of some of them before it died or left; they go on from there.
         """
+        work = await self._not_parked(work)
         try:
             if self._episodes is not None:
                 await self._play(work, self._episodes)
@@ -142,6 +144,18 @@ class RolloutActor:
                 await self._complete(work, begun or {})
         except ExceptionGroup as group:
             raise first_cause(group) from None  # an EngineError has others continue its samples
+
+    async def _not_parked(self, work: list[tuple[Ticket, Prompt]]) -> list[tuple[Ticket, Prompt]]:
+        """Without samples that had finished before their group came here, and wait to be compared with these."""
+        if not self._run.reward.judge.pairs:
+            return work
+        parked = set(await self._reward.parked([ticket.group for ticket, _ in work]))
+        missing = [tuple(n for n in ticket.samples if Slot(ticket.group, n) not in parked) for ticket, _ in work]
+        return [
+            (msgspec.structs.replace(ticket, samples=samples), prompt)
+            for (ticket, prompt), samples in zip(work, missing, strict=True)
+            if samples
+        ]
 
     async def _complete(self, work: list[tuple[Ticket, Prompt]], known: Mapping[Slot, tuple[Segment, ...]]) -> None:
         unfinished = dict[Slot, tuple[Segment, ...]]()

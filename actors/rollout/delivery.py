@@ -13,6 +13,7 @@ from actors.runtime.background import retrieve_exception
 from actors.teacher import Judgement, Taught, Teachers
 from asyncrl.data.arrow import encode
 from asyncrl.fleet.concurrency import GATHER_SECONDS
+from asyncrl.judges.store import Parked
 from asyncrl.observe.diagnosis.snapshot import Stage
 from asyncrl.types import Segment, Slot, Trajectory
 from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult
@@ -36,12 +37,14 @@ class DeliveryQueue:
         gather_s: float = GATHER_SECONDS,
         *,
         staged: bool = False,
+        compared: bool = False,
         teachers: Teachers | None = None,
     ) -> None:
         """`stage` is told of each answer that has its reward and waits for a teacher, or goes into the buffer.
-        `staged`: by way of the user's stages; `teachers` judge at the same time."""
+        `staged`: by way of the user's stages; `compared`: the reward compares it with others and passes it on;
+        `teachers` judge at the same time."""
         self._buffer, self._reward, self._stage, self._gather_s = buffer, reward, stage, gather_s
-        self._staged, self._teachers = staged, teachers
+        self._staged, self._compared, self._teachers = staged, compared, teachers
         self._waiting: list[_Finished] = []
         self._flushing: asyncio.Task[None]
         self._ready: list[bytes] = []
@@ -75,8 +78,9 @@ class DeliveryQueue:
         results, judgements = await asyncio.gather(self._rewards(batch), self._judge(batch))
         if self.closed:
             return
-        payloads: list[bytes] = []
-        for result, judgement, (_, trajectory, _) in zip(results, judgements, batch, strict=True):
+        payloads, parked = list[bytes](), list[Parked]()
+        for result, judgement, finished in zip(results, judgements, batch, strict=True):
+            trajectory = finished.trajectory
             self._stage(trajectory.slot, "append")
             if isinstance(result, RewardFailure):
                 await self._buffer.fail(trajectory.slot, result.reason, trajectory.sampled_tokens)
@@ -86,9 +90,19 @@ class DeliveryQueue:
                 taught = msgspec.structs.replace(
                     trajectory, teacher_logprob_bytes=judgement.logprobs, teacher_top_k_bytes=judgement.top_k
                 )
-                payloads.append(encode(rewarded(taught, result)))
+                payload = encode(rewarded(taught, result))
+                if self._is_compared(finished):
+                    parked.append(Parked(trajectory.slot, finished.judged, payload))
+                else:
+                    payloads.append(payload)
+        if parked:
+            await self._reward.park(parked)
         if payloads:
             await self._store(payloads)
+
+    def _is_compared(self, finished: "_Finished") -> bool:
+        """An episode that ended with a reward of its own is not."""
+        return self._compared and finished.score is None
 
     async def _rewards(self, batch: Sequence["_Finished"]) -> list[RewardResult]:
         results = await self._score(batch)
@@ -111,8 +125,14 @@ class DeliveryQueue:
         return [next(scores) if each.score is None else each.score for each in batch]
 
     async def _pass_stages(self, batch: Sequence["_Finished"], results: list[RewardResult]) -> list[RewardResult]:
-        """Those with a reward go on to the stages."""
-        passing = {i: result for i, result in enumerate(results) if not isinstance(result, RewardFailure)}
+        """Those with a reward go on to the stages; those that are compared do so after it."""
+        passing = {
+            index: result
+            for index, result in enumerate(results)
+            if not (isinstance(result, RewardFailure) or self._is_compared(batch[index]))
+        }
+        if not passing:
+            return results
         samples = [_sample(batch[index], result) for index, result in passing.items()]
         for index, result in zip(passing, await self._reward.stage(samples), strict=True):
             results[index] = result

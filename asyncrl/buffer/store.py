@@ -161,6 +161,14 @@ class TrajectoryBuffer:
         """Whether a trajectory for it would be stored."""
         return self._ledger.status(slot) == "stored"
 
+    def awaited(self, groups: Collection[int]) -> dict[int, tuple[int, ...]] | None:
+        """The samples that are still to be stored, of those groups that lack any. None in a replay: it is not known
+        before its end."""
+        if self.replaying:
+            return None
+        waiting = (group for group in groups if group in self._ledger.waiting)
+        return {group: missing for group in waiting if (missing := self._ledger.missing(group))}
+
     def reissue(self, now: float, of: Collection[int] | None = None) -> list[Ticket]:
         """New tickets, with new deadlines, for what is missing of all groups, or of some, whose process was killed."""
         self._require_live("reissue")

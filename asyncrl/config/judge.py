@@ -49,7 +49,7 @@ class Judge(Settings, frozen=True):
     """Environment variable with the key, where the server wants one. The key itself is written nowhere."""
     template: str = ""
     """What the judge reads: a text with {completion}, and {prompt}, {answer}, {turns}, {rubric} where they are wanted,
-    or the path of a file with such a text; empty: ours."""
+    or the path of a file with such a text; empty: ours. With `pairs` it has {first} and {second} for {completion}."""
     rubric: dict[str, Item | str] = msgspec.field(default_factory=dict[str, Item | str])
     """By name, what it is asked. Each is recorded as a part of the reward, `judge_NAME`, in its own points."""
     weight: NonNegative = 1.0
@@ -57,8 +57,11 @@ class Judge(Settings, frozen=True):
     reward; 0: it is only recorded."""
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Further fields of each request, such as {temperature: 0, max_tokens: 500}."""
+    pairs: Natural = 0
+    """Compare each completion with so many others of its group, instead of judging it alone: the judge is shown two, in
+    both orders, and says for each item which is better. The grade is the share of wins, between 0 and 1."""
     concurrency: Positive = 32
-    """Completions that are with the judge at a time."""
+    """Completions, or comparisons, that are with the judge at a time."""
     timeout_s: AboveZero = 60.0
     """For one call; after it the call is given up, and tried again."""
     deadline_s: AboveZero = 240.0
@@ -131,6 +134,32 @@ def check_judge(run: "Run") -> None:
             f"{judge.timeout_s:g} does: raise it, or lower reward.judge.timeout_s"
         )
     _check_rubric(judge)
+    if judge.pairs:
+        _check_pairs(run, judge)
+
+
+def _check_pairs(run: "Run", judge: Judge) -> None:
+    others = run.rollout.group_size - 1
+    if judge.pairs > others:
+        raise ConfigError(
+            f"reward.judge.pairs={judge.pairs} is more than the {others} others that a completion has with "
+            f"rollout.group_size={run.rollout.group_size}: lower it, or sample larger groups"
+        )
+    if judge.pairs % 2 and judge.pairs != others:
+        raise ConfigError(
+            f"reward.judge.pairs={judge.pairs} is odd, and each completion is compared with as many before it as after "
+            f"it: set {judge.pairs + 1}, or all {others} others of its group"
+        )
+    if graded := [name for name, item in judge.items.items() if item.points != 1]:
+        raise ConfigError(
+            f"reward.judge.rubric.{graded[0]}.points={judge.items[graded[0]].points}: with reward.judge.pairs an item "
+            "has a winner and no points; leave them out, and give it more weight instead"
+        )
+    if not run.reward.function and run.evaluation.prompts:
+        raise ConfigError(
+            f"reward.judge.pairs={judge.pairs} compares completions of one group, and held-out completions have none; "
+            "set reward.function to what they are measured by, or evaluation.prompts=0"
+        )
 
 
 def _check_url(url: str) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from asyncrl.config.judge import Judge
 from asyncrl.data.reward_parts import MOST
 from asyncrl.drop_reasons import DropReason
 from asyncrl.judges.client import CallFailed, Client
-from asyncrl.judges.form import Form, Points
+from asyncrl.judges.form import Asked, Form, Points
 from asyncrl.judges.store import JudgeStats, VerdictStore
 from asyncrl.user_code.failures import CallRecord, shortened
 from asyncrl.user_code.protocol import RewardFailure, RewardInput, RewardResult
@@ -38,7 +38,7 @@ Verdict = Points | RewardFailure
 
 
 class _Call(NamedTuple):
-    given: RewardInput
+    given: Asked
     body: dict[str, Any]
     key: bytes
     since: float
@@ -53,11 +53,11 @@ class ModelJudge:
         self._settings = settings
         self._form = Form(settings)
         self._client = Client(settings)
-        self._store = VerdictStore(path, settings.cache_bytes)
+        self.store = VerdictStore(path, settings.cache_bytes)
         self._places = asyncio.Semaphore(settings.concurrency)
         self._asking: dict[bytes, asyncio.Task[Verdict]] = {}
         self._since: dict[bytes, float] = {}
-        """Completions that have a place."""
+        """Completions, or pairs of them, that have a place."""
         self._open: list[list[RewardResult]] = []
         """Results of calls of `score` that have not returned."""
         self._not_before = 0.0
@@ -69,7 +69,12 @@ class ModelJudge:
 
     @property
     def stats(self) -> JudgeStats:
-        return self._store.stats
+        return self.store.stats
+
+    @property
+    def items(self) -> Collection[str]:
+        """Names of what it is asked."""
+        return self._settings.items
 
     async def score(self, inputs: Sequence[RewardInput], rewards: Sequence[RewardResult]) -> list[RewardResult]:
         """The rewards, each with what the judge adds to it. A sample that has failed already is not judged."""
@@ -88,9 +93,19 @@ class ModelJudge:
         self.stats.waited_seconds += time.monotonic() - came
         reward = results[at]
         assert not isinstance(reward, RewardFailure)
-        results[at] = verdict if isinstance(verdict, RewardFailure) else self._added(reward, verdict)
+        if isinstance(verdict, RewardFailure):
+            self.failed(verdict)
+            results[at] = verdict
+        else:
+            results[at] = self.added(reward, verdict)
 
-    def _added(self, reward: float | Score, points: Points) -> RewardResult:
+    def failed(self, verdict: RewardFailure) -> None:
+        """A completion gets no reward because of it."""
+        if verdict.message != OVER:
+            self.stats.failures += 1
+
+    def added(self, reward: float | Score, points: Points) -> RewardResult:
+        """A reward with what the judge gave."""
         parts = {f"{PREFIX}{name}": grade for name, grade in points.items()}
         score = reward if isinstance(reward, Score) else Score(reward, {FUNCTION: reward})
         own, total = score.parts, score.total
@@ -101,13 +116,17 @@ class ModelJudge:
             )
         return Score(total + self._settings.weight * self._form.score(points), own | parts)
 
-    async def verdict(self, given: RewardInput) -> Verdict:
+    def can_tell(self, given: Asked, other: Asked) -> bool:
+        """Whether the judge reads two different texts."""
+        return self._form.body(given) != self._form.body(other)
+
+    async def verdict(self, given: Asked) -> Verdict:
         """From the cache, from a call that is under way for the same text, or from a call of its own."""
         if self._closed:
             return RewardFailure(DropReason.JUDGE_ERROR, OVER)
         body = self._form.body(given)
         key = verdict_key(body, self._settings)
-        if (points := self._store.find(key)) is not None:
+        if (points := self.store.find(key)) is not None:
             self.stats.cache_hits += 1
             return points
         asking = self._asking.get(key)
@@ -124,18 +143,17 @@ class ModelJudge:
                 raise
             return RewardFailure(DropReason.JUDGE_ERROR, OVER)
         if isinstance(verdict, RewardFailure):
-            self.stats.failures += 1
             self.record.add(given, verdict)
         return verdict
 
-    async def _in_a_place(self, given: RewardInput, body: dict[str, Any], key: bytes) -> Verdict:
+    async def _in_a_place(self, given: Asked, body: dict[str, Any], key: bytes) -> Verdict:
         async with self._places:
             self._since[key] = begun = time.monotonic()
             try:
                 return await self._ask(_Call(given, body, key, begun))
             finally:
                 del self._since[key]
-                self._store.note_cost()
+                self.store.note_cost()
 
     async def _ask(self, call: _Call) -> Verdict:
         """Until there is a verdict, or no use in asking again."""
@@ -183,7 +201,7 @@ class ModelJudge:
         self._answered = True
         self._calls.add(call.given, points)
         self.stats.verdicts += 1
-        self._store.keep(call.key, points, reply.text)
+        self.store.keep(call.key, points, reply.text)
         return points
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -256,8 +274,9 @@ class ModelJudge:
         if not since:
             return ""
         now, settings = time.monotonic(), self._settings
+        what = "comparisons" if settings.pairs else "completions"
         words = (
-            f"the judge {settings.url} has {len(since)} completions, the oldest for {now - min(since):.0f} s of the "
+            f"the judge {settings.url} has {len(since)} {what}, the oldest for {now - min(since):.0f} s of the "
             f"{settings.deadline_s:g} s that it may take (reward.judge.deadline_s)"
         )
         if queued := len(self._asking) - len(since):
@@ -276,8 +295,8 @@ class ModelJudge:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         await self._client.close()
-        self._store.note_cost()
-        self._store.close()
+        self.store.note_cost()
+        self.store.close()
 
 
 def verdict_key(body: dict[str, Any], settings: Judge) -> bytes:

@@ -1,11 +1,12 @@
-"""Verdicts and what they have cost, in one SQLite file of the run's directory that survives kill -9.
+"""Verdicts, what they have cost, and completions that wait to be compared, in one SQLite file of the run's directory
+that survives kill -9.
 
 sqlite3 runs/NAME/judge.sqlite "SELECT points, reply FROM verdicts"
 """
 
 import os
 import sqlite3
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from errno import EIO
 from pathlib import Path
@@ -15,6 +16,8 @@ import msgspec
 from asyncrl.errors import CheckpointError, StorageError
 from asyncrl.judges.form import Points
 from asyncrl.system.storage import WAY_OUT
+from asyncrl.types import Slot
+from asyncrl.user_code.protocol import RewardInput
 
 LONGEST = 4000
 """Characters of a reply that are kept, the last ones."""
@@ -24,8 +27,21 @@ TABLES = """
 CREATE TABLE IF NOT EXISTS verdicts
     (number INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, points TEXT NOT NULL, reply TEXT NOT NULL, bytes INTEGER);
 CREATE TABLE IF NOT EXISTS cost (one INTEGER PRIMARY KEY CHECK (one = 1), counters TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS parked
+    (group_id INTEGER, sample INTEGER, given TEXT NOT NULL, trajectory BLOB NOT NULL, PRIMARY KEY (group_id, sample));
 """
 _points = msgspec.json.Decoder(Points)
+_given = msgspec.json.Decoder(RewardInput)
+
+
+class Parked(msgspec.Struct, frozen=True, array_like=True):
+    """A finished completion that waits until it is compared with others of its group."""
+
+    slot: Slot
+    given: RewardInput
+    """What the judge reads of it."""
+    trajectory: bytes
+    """As the buffer will have it, with the reward of the function."""
 
 
 class JudgeStats(msgspec.Struct, kw_only=True):
@@ -40,6 +56,10 @@ class JudgeStats(msgspec.Struct, kw_only=True):
     cache_hits: int = 0
     """Completions whose verdict was there already, or was being asked for."""
     retries: int = 0
+    compared: int = 0
+    """Pairs of completions with a verdict in both orders."""
+    by_place: int = 0
+    """Of these, those in which the judge preferred the same place, first or second, in both orders for some item."""
     rate_limited: int = 0
     """Times that the server asked to wait."""
     failures: int = 0
@@ -97,6 +117,28 @@ class VerdictStore:
     def note_cost(self) -> None:
         with self._writing():
             self._write_stats()
+
+    def park(self, completions: Sequence[Parked]) -> None:
+        """Keep them until `forget`. The first of a slot stays."""
+        rows = [
+            (each.slot.group, each.slot.sample, msgspec.json.encode(each.given).decode(), each.trajectory)
+            for each in completions
+        ]
+        with self._writing():
+            self._database.executemany("INSERT OR IGNORE INTO parked VALUES (?, ?, ?, ?)", rows)
+
+    def parked(self) -> list[tuple[Slot, RewardInput]]:
+        rows = self._database.execute("SELECT group_id, sample, given FROM parked ORDER BY group_id, sample")
+        return [(Slot(group, sample), _given.decode(given)) for group, sample, given in rows]
+
+    def trajectory(self, slot: Slot) -> bytes:
+        query = "SELECT trajectory FROM parked WHERE group_id = ? AND sample = ?"
+        return self._database.execute(query, (slot.group, slot.sample)).fetchone()[0]
+
+    def forget(self, group: int) -> None:
+        """Nothing of it is compared any more."""
+        with self._writing():
+            self._database.execute("DELETE FROM parked WHERE group_id = ?", (group,))
 
     def close(self) -> None:
         self._database.close()

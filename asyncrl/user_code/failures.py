@@ -17,7 +17,7 @@ ENOUGH = 32
 """Samples that have failed, and no other: the function fails always."""
 TIMEOUT_WEIGHT = 4
 """A call that was ended at its deadline counts as so many, because each takes as long as it may."""
-SHOWN = ("prompt", "completion", "turns", "answer")
+SHOWN = ("prompt", "completion", "first", "second", "turns", "answer")
 MOST = 300
 """Characters of an argument that are shown."""
 

@@ -50,7 +50,7 @@ async def place(
     trajectories = directory.trajectories.resolve()
     to_buffer = run, trajectories, restore_step, sizes
     buffer = await spawner.spawn("buffer", CONTROL.of(wanted["buffer"]), BufferActor, *to_buffer)
-    judge = run.reward, run.environment, run.stages, directory.judge.resolve(), suite_rewards(run)
+    judge = run.reward, run.environment, run.stages, directory.judge.resolve(), suite_rewards(run), buffer
     reward = await spawner.spawn("reward", STATELESS.of(wanted["reward"]), RewardActor, *judge)
     gateway = None
     if run.agent.on:

@@ -253,7 +253,8 @@ def _engines(run: Run) -> str:
 def _judges(reward: Reward) -> list[str]:
     judge = reward.judge
     asked = [f"judge {judge.model} at {judge.url}, {judge.concurrency} at a time"] if judge.on else []
-    return [*filter(None, [reward.function]), *asked]
+    pairs = [f"each completion against {judge.pairs} others, in pairs"] if judge.pairs else []
+    return [*filter(None, [reward.function]), *asked, *pairs]
 
 
 def _takes(role: str, wanted: Mapping[str, Demand]) -> str:

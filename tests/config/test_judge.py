@@ -22,6 +22,12 @@ def test_a_judge_from_the_command_line() -> None:
     assert compose(SET).reward.judge.items == {"right": Item(ask="Is it right?")}
 
 
+def test_as_many_others_as_there_are_may_be_odd() -> None:
+    pairs = (*SET, "rollout.group_size=8", "reward.judge.pairs=7")
+    assert compose(pairs).reward.judge.pairs == 7
+    assert compose([*pairs, "reward.function=", "evaluation.prompts=0"]).reward.judge.pairs == 7
+
+
 def test_a_run_without_one_says_nothing_of_it() -> None:
     run = compose([])
     assert run.reward.judge == Judge()
@@ -58,6 +64,22 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
         ([*SET, "reward.judge.options.model=x"], "reward.judge.options.model is set for each call by the run itself"),
         ([*SET, "reward.judge.deadline_s=5"], "reward.judge.deadline_s=5 ends every call before reward.judge.timeout_"),
         ([*SET, "reward.judge.when_spent=wait"], "reward.judge.when_spent=wait: invalid enum value 'wait'; use one of"),
+        (
+            [*SET, "rollout.group_size=4", "reward.judge.pairs=4"],
+            "reward.judge.pairs=4 is more than the 3 others that a completion has with rollout.group_size=4: lower it",
+        ),
+        (
+            [*SET, "rollout.group_size=8", "reward.judge.pairs=3"],
+            "reward.judge.pairs=3 is odd, and each completion is compared with as many before it as after it: set 4,",
+        ),
+        (
+            [*SET, "rollout.group_size=8", "reward.judge.pairs=2", "reward.judge.rubric.a={ask: b, points: 5}"],
+            "reward.judge.rubric.a.points=5: with reward.judge.pairs an item has a winner and no points; leave them",
+        ),
+        (
+            [*SET, "rollout.group_size=8", "reward.judge.pairs=2", "reward.function="],
+            "reward.judge.pairs=2 compares completions of one group, and held-out completions have none; set",
+        ),
         ([*SET, "reward.judge.rubrik.a=b"], "unknown key reward.judge.rubrik: did you mean reward.judge.rubric?"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.judge import Item, Judge
 from asyncrl.errors import ConfigError
-from asyncrl.judges.form import Form, read
+from asyncrl.judges.form import Form, Pair, read, winner
 from asyncrl.user_code.protocol import RewardInput
 
 ITEMS = {"correct": Item(ask="Is it right?"), "clear_style": Item(ask="Is it clear?", points=5)}
@@ -119,3 +119,47 @@ def test_the_score_is_the_weighted_mean_of_the_items() -> None:
     rubric = {"right": "?", "clear": Item(ask="?", points=4, weight=3.0)}
     form = Form(Judge(url="http://x", model="m", rubric=rubric))
     assert form.score({"right": 1.0, "clear": 2.0}) == (1 + 3 * 0.5) / 4
+
+
+# -- two completions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "points"),
+    [
+        ('{"correct": "first", "clear_style": "second"}', (1.0, 0.0)),
+        ('```json\n{"correct": "Tie", "clear_style": {"reason": "shorter", "winner": "second"}}\n```', (0.5, 0.0)),
+        ('<think>{"correct": "second", "clear_style": "tie"}</think>{"correct": "A", "clear_style": "B"}', (1.0, 0.0)),
+        ("**Correct:** the first answer\n- clear style: both", (1.0, 0.5)),
+        ('{"correct": 1, "clear_style": 2}', (1.0, 0.0)),
+        ('{"correct": "first"}', None),
+        ('{"correct": "first", "clear_style": "third"}', None),
+        ('{"correct": true, "clear_style": "first"}', None),
+        ('{"correct": null, "clear_style": 0}', None),
+        ("I cannot choose.", None),
+    ],
+)
+def test_the_better_of_two(reply: str, points: tuple[float, float] | None) -> None:
+    assert read(reply, ITEMS, winner) == (None if points is None else dict(zip(ITEMS, points, strict=True)))
+
+
+def of_two(template: str, given: Pair) -> str:
+    form = Form(Judge(url="http://x", model="m", rubric={"right": "Which is right?"}, template=template, pairs=2))
+    return form.body(given)["messages"][0]["content"]
+
+
+def test_two_completions_are_shown_in_their_order() -> None:
+    other = RewardInput(GIVEN.prompt, "{first}", "42", ("hello", "and?", "{first}"))
+    pair = Pair(GIVEN, other)
+    assert of_two("{second}|{first}|{answer}|{rubric}", pair) == (
+        "[model]\nhello\n\n[environment]\nand?\n\n[model]\n{first}|It is 7. {rubric} {nonsense}|42|"
+        "Reply with one JSON object and nothing else. For each field say which answer is better in it, as "
+        '"first", "second" or "tie":\n- "right": Which is right?'
+    )
+    ours, turned = of_two("", pair), of_two("", pair.turned)
+    assert "<first>\nIt is 7. {rubric} {nonsense}\n</first>" in ours
+    assert "<second>\nIt is 7. {rubric} {nonsense}\n</second>" in turned
+    with pytest.raises(ConfigError, match=r"has not both \{first\} and \{second\}"):
+        of_two("{first} alone", pair)
+    with pytest.raises(ConfigError, match=r"\{completion\} is not known; there are \{prompt\}, \{first\}"):
+        of_two("{completion}", pair)

@@ -373,6 +373,12 @@ def test_the_trial_tells_what_the_judge_says() -> None:
     assert "  called with   prompt = '6*7='" in rest
 
 
+def test_the_trial_of_pairs_compares_two() -> None:
+    with judge_server(lambda _: "correct: first\nclear: tie") as server:
+        (said,) = asyncio.run(try_judge(judge(server, pairs=2), PROMPT))
+    assert said == f"the judge {server.url} (m) on '42' against 'I do not know.': correct=first, clear=tie; 100 tokens"
+
+
 def test_a_judge_that_takes_its_time_is_believed() -> None:
     with judge_server(faults=Faults(silence=1.0)) as server:
         (said,) = asyncio.run(try_judge(judge(server, timeout_s=0.05, retries=0), PROMPT))

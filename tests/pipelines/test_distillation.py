@@ -9,11 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.buffer.reader import read_run
 from asyncrl.config import WarmStart
+from asyncrl.config.distillation import Distillation
 from asyncrl.config.task import ChainsTask
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.observe.query.tables import open_run
+from asyncrl.system.run_directory import RunDirectory
 from asyncrl.training.warm_start import make_model
 from pipelines.cli.check import check
+from pipelines.recording import earlier_settings
 from tests.pipelines.test_agents import kill_actor
 from tests.pipelines.test_replay import replay
 from tests.support import quickstart_runs
@@ -127,6 +130,28 @@ def test_a_teacher_that_always_fails_ends_the_run(tmp_path: Path, model: Path) -
     done = asyncrl(*quickstart_runs.command(tmp_path, model, *SMALL, _taught_by(broken))[1:])
     assert done.code == 12
     assert f"teacher {broken} has failed on every sample so far" in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_resumed_run_weighs_teachers_and_rewards_anew(tmp_path: Path, model: Path, teacher: Path) -> None:
+    """The steps before the checkpoint keep their settings, those after it have the new ones, also in a replay."""
+    quickstart_runs.run(tmp_path, model, *SMALL, "max_staleness=0", _taught_by(teacher))
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    shutil.rmtree(run / "checkpoints" / "step-3")
+    refused = asyncrl("resume", run, "distill.coefficient=0")
+    assert refused.code == 2, refused.out + refused.err
+    assert "distill.coefficient" in refused.err
+    assert not (run / "earlier_settings").exists()
+    done = asyncrl("resume", run, "distill.coefficient=0.25", "distill.reward=0.5")
+    assert done.code == 0, done.out + done.err
+    settings = [(first, each.distill) for first, each in earlier_settings.by_step(RunDirectory(run))]
+    assert settings == [(0, Distillation()), (2, Distillation(coefficient=0.25, reward=0.5))]
+    replayed = replay(run)
+    assert replayed.out.splitlines()[-1].startswith("identical: 4 steps again"), replayed.err
+    assert not replay(run, "distill.coefficient=1", "distill.reward=0").out.splitlines()[-1].startswith("identical")
+    assert check(run).sound
 
 
 @pytest.mark.slow

@@ -1,9 +1,15 @@
-"""Whole runs with a judge: nothing is lost, nothing is asked twice, the key is nowhere, the cost is in the report."""
+"""Whole runs with a judge: nothing is lost, nothing is asked twice, the key is nowhere, the cost is in the report.
+
+With pairs, neither a kill nor the death of an actor changes what a completion is compared with.
+"""
 
 import json
+import re
 import sqlite3
-from collections import Counter
-from contextlib import closing
+import subprocess
+import time
+from collections import Counter, defaultdict
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +17,13 @@ import msgspec
 import pytest
 
 from asyncrl.buffer.reader import read_run
+from asyncrl.data.arrow import decode
 from asyncrl.drop_reasons import DropReason
 from asyncrl.judges.judge import verdict_key
-from asyncrl.types import Trajectory
+from asyncrl.types import Slot, Trajectory
 from pipelines.compose import from_yaml
+from tests.pipelines.test_agents import kill_actor
+from tests.pipelines.test_replay import replay
 from tests.support import quickstart_runs
 from tests.support.command import Done, asyncrl
 from tests.support.judge_server import GOOD, Faults, JudgeServer, judge_server
@@ -153,3 +162,119 @@ def test_a_budget_that_is_used_up_ends_the_run_and_a_higher_one_goes_on(tmp_path
         assert done.code == 0, done.out + done.err
     checked(directory)
     assert msgspec.json.decode((directory / "summary.json").read_bytes())["judge"]["calls"] == len(server.bodies) - 1
+
+
+# -- pairs -----------------------------------------------------------------------------------------------------------
+
+PAIRS = (
+    *SMALL[:-2],
+    "reward.judge.rubric={long: 'Which is longer?', first: {ask: 'Which comes first?', weight: 3}}",
+    "reward.judge.pairs=2",
+    "reward.judge.backoff_s=0.02",
+)
+SHOWN = re.compile(r"<first>\n(.*)\n</first>\n\n<second>\n(.*)\n</second>", re.DOTALL)
+
+
+def longer(text: str) -> str:
+    """The longer one is better, and always the first."""
+    found = SHOWN.search(text)
+    assert found is not None
+    first, second = len(found[1]), len(found[2])
+    return f"long: {'tie' if first == second else ('first' if first > second else 'second')}\nfirst: first"
+
+
+def compared(directory: Path) -> list[Trajectory]:
+    """All samples that were stored; each group that is whole has half of all wins."""
+    samples, groups = trained(directory), defaultdict[int, list[float]](list)
+    for sample in samples:
+        share = sample.parts["judge_long"]
+        assert sample.parts == {"function": sample.parts["function"], "judge_long": share, "judge_first": 0.5}
+        assert sample.reward == pytest.approx(sample.parts["function"] + (share + 3 * 0.5) / 4)
+        assert share in (0.0, 0.25, 0.5, 0.75, 1.0)
+        groups[sample.slot.group].append(share)
+    whole = [shares for shares in groups.values() if len(shares) == 4]
+    assert whole
+    assert all(sum(shares) == 2.0 for shares in whole)
+    assert len({tuple(shares) for shares in whole}) > 1
+    return samples
+
+
+def with_pairs(server: JudgeServer, root: Path, model: Path, *more: str) -> list[str]:
+    return [*PAIRS, f"model.path={model}", f"root={root}", f"reward.judge.url={server.url}", *more]
+
+
+def test_completions_are_compared_with_others_of_their_group(tmp_path: Path, model: Path) -> None:
+    with judge_server(longer, faults=Faults(error=0.1, malformed=0.1)) as server:
+        done = asyncrl("run", *with_pairs(server, tmp_path, model, "reward.judge.retries=20", "max_staleness=1"))
+    assert done.code == 0, done.out + done.err
+    directory = tmp_path / "run"
+    assert "against 'I do not know.': long=" in done.out
+    samples, found = compared(directory), summary(directory)
+    assert "verdict     sound" in checked(directory)
+    assert (found["ledger"]["dropped"], found["ledger"]["consumed"]) == ({}, 64)
+    cost = found["judge"]
+    assert cost["by_place"] <= cost["compared"] <= len(samples) + 8, (
+        "four pairs in each group, less those of equal texts"
+    )
+    assert cost["verdicts"] <= 2 * cost["compared"] + 8
+    told = asyncrl("report", directory)
+    assert told.code == 0, told.err
+    assert "pairs were compared, each in both orders" in (directory / "report.html").read_text()
+    assert replay(directory).out.splitlines()[-1].startswith("identical: 4 steps again")
+
+
+def test_a_killed_run_goes_on_with_what_was_parked(tmp_path: Path, model: Path) -> None:
+    with judge_server(longer, seconds=0.05) as server:
+        more = with_pairs(server, tmp_path, model, "steps=6")[len(quickstart_runs.SMALL) :]
+        process = quickstart_runs.start(tmp_path, model, *more)
+        quickstart_runs.kill_after_step(process, tmp_path, 2)
+        directory = tmp_path / "run"
+        before = {each.slot for each in trained(directory)}
+        with closing(sqlite3.connect(directory / "judge.sqlite")) as store:
+            rows = store.execute("SELECT group_id, sample, trajectory FROM parked").fetchall()
+        parked = {Slot(group, sample): decode(payload) for group, sample, payload in rows}
+        assert parked
+        done = asyncrl("resume", directory)
+    assert done.code == 0, done.out + done.err
+    after = {each.slot: each for each in compared(directory)}
+    for slot in parked.keys() - before:
+        assert after[slot].tokens.tolist() == parked[slot].tokens.tolist(), "it was not generated again"
+    assert "verdict     sound" in checked(directory)
+    assert summary(directory)["ledger"]["dropped"] == {}
+    assert replay(directory).out.splitlines()[-1].startswith("identical: 6 steps again")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("actor", ["RewardActor", "RolloutActor"])
+def test_an_actor_is_killed_while_completions_are_compared(
+    actor: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is dropped, and no group waits for what nobody generates."""
+    monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))
+    with judge_server(longer, seconds=0.05) as server:
+        more = with_pairs(server, tmp_path, model, "cluster=local", "rollout.replicas=2", "steps=8")
+        process = quickstart_runs.start(tmp_path, model, *more[len(quickstart_runs.SMALL) :])
+        try:
+            wait_for_parked(process, tmp_path / "run")
+            kill_actor(actor, tmp_path)
+            output = quickstart_runs.finish(process, timeout=500)
+        finally:
+            process.kill()
+    compared(tmp_path / "run")
+    found = summary(tmp_path / "run")
+    assert (found["status"], found["steps"], found["ledger"]["dropped"]) == ("ok", 8, {}), output
+    assert "verdict     sound" in checked(tmp_path / "run")
+
+
+def wait_for_parked(process: "subprocess.Popen[str]", directory: Path) -> None:
+    """Until the first completions wait."""
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        if (path := directory / "judge.sqlite").exists():
+            with closing(sqlite3.connect(path)) as store, suppress(sqlite3.OperationalError):
+                if store.execute("SELECT count(*) FROM parked").fetchone()[0]:
+                    return
+        time.sleep(0.02)
+    raise AssertionError("nothing was parked")

@@ -114,6 +114,35 @@ CASES = {
         "completions",
         "reward",
     ),
+    "the others wait to be compared with one that is being generated": (
+        snapshot(
+            buffer(oldest_group=81, missing=(1, 3)),
+            rollout("generate"),
+            ActorView(name="reward", said=msgspec.structs.replace(said(), samples=(SampleAt(81, 1, "compare", 99.0),))),
+            calls=(GENERATE, TAKE),
+        ),
+        "trainer waits for group 81: sample 3 has been in generation on rollout-2 for 64 s, its engine (3 running, 1 "
+        "waiting) made its last step 62 s ago, last event 2 s ago: x",
+        "rollout-2",
+    ),
+    "the judge compares the last ones": (
+        snapshot(
+            buffer(oldest_group=81, missing=(1, 3)),
+            rollout(),
+            ActorView(
+                name="reward",
+                said=msgspec.structs.replace(
+                    said(),
+                    samples=(SampleAt(81, 1, "compare", 99.0), SampleAt(81, 3, "compare", 9.0)),
+                    judge="the judge http://j has 3 comparisons",
+                ),
+            ),
+            calls=(TAKE,),
+        ),
+        "trainer waits for group 81: sample 1 has waited 99 s to be compared with others of its group, the judge "
+        "http://j has 3 comparisons",
+        "reward",
+    ),
     "the reward actor is stopped": (
         snapshot(
             MISSING,

@@ -93,11 +93,12 @@ class _Trail:
         elif status.oldest_group is None:
             self._no_group(status.refusal)
         else:
-            at = self._sample(status.oldest_group, status.missing)
+            missing = self._unparked(status.oldest_group, status.missing)
+            at = self._sample(status.oldest_group, missing)
             if self._picture.dropped and not self._stuck(at):
                 return self._dropped()
             self._head = f"trainer waits for group {status.oldest_group}"
-            self._missing(status.oldest_group, status.missing, at)
+            self._missing(status.oldest_group, missing, at)
 
     def _stuck(self, at: SampleAt | None) -> bool:
         """Whether this sample is why nothing happens, and not what happens to all of them."""
@@ -131,8 +132,16 @@ class _Trail:
         if any(reason in dropped for reason in OF_THE_JUDGE):
             self._links.append(f"so look at the judge {self._picture.judge}")
 
+    def _unparked(self, group: int, missing: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that others wait for to be compared with; all, if no other is missing."""
+        said = self._said("reward")
+        parked = {at.sample for at in said.samples if at.group == group} if said is not None else set[int]()
+        return tuple(sample for sample in missing if sample not in parked) or missing
+
     def _missing(self, group: int, missing: tuple[int, ...], at: SampleAt | None) -> None:
         sample = at.sample if at else missing[0]
+        if at is not None and at.stage == "compare":
+            return self._stage("reward", at)
         name = self._sent_to(group, sample)
         if name is None:
             ended = self._picture.ended.get(group)
@@ -178,6 +187,10 @@ class _Trail:
             case "teacher":
                 self._links.append(f"sample {at.sample} of {name} has waited {at.seconds:.0f} s for its teachers")
                 self._teacher()
+            case "compare":
+                waited = f"sample {at.sample} has waited {at.seconds:.0f} s to be compared with others of its group"
+                self._links.append(waited)
+                self._reward()
             case "append":
                 self._links.append(f"sample {at.sample} of {name} has been on its way into the buffer")
                 self._actor("buffer", otherwise=f"for {at.seconds:.0f} s", pronoun="the buffer")

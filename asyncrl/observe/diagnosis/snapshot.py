@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.types import BufferStatus
 
-Stage = Literal["generate", "environment", "agent", "verdict", "reward", "teacher", "append"]
+Stage = Literal["generate", "environment", "agent", "verdict", "reward", "teacher", "compare", "append"]
 Health = Literal["answers", "busy", "silent", "stopped", "dead"]
 """`busy`: the process answers, but its event loop takes no calls. `silent`: the process does not answer either."""
 
@@ -53,7 +53,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     doing: tuple[Doing, ...] = ()
     """Oldest first."""
     samples: tuple[SampleAt, ...] = ()
-    """Of a rollout actor, those of its oldest groups."""
+    """Of a rollout actor, those of its oldest groups; of the reward actor, those that wait to be compared."""
     num_samples: int = 0
     """All it holds, also those left out of `samples`."""
     evaluated: int = 0

@@ -24,11 +24,22 @@ def cost(run: Recorded) -> tuple[str, str] | None:
 def _notes(run: Recorded, total: dict[str, Any]) -> list[str]:
     judged = max(total["verdicts"] + total["cache_hits"] + total["failures"], 1)
     mean_s = total["call_seconds"] / max(total["calls"], 1)
-    return [
+    asked = (
         f"{run.setting('reward.judge.model', '')} at {run.setting('reward.judge.url', '')}: {total['calls']:,} calls, "
         f"{total['prompt_tokens']:,} tokens read and {total['reply_tokens']:,} written; {mean_s:.3g} s for a call, on "
-        "average.",
-        f"Of the completions {total['cache_hits'] / judged:.1%} had their verdict already, and {total['failures']:,} "
-        f"got none and were dropped; a completion waited {total['waited_seconds'] / judged:.3g} s for its verdict.",
-        f"{total['retries']:,} calls were tried again, and {total['rate_limited']:,} times the server asked to wait.",
+        "average."
+    )
+    again = (
+        f"{total['retries']:,} calls were tried again, and {total['rate_limited']:,} times the server asked to wait."
+    )
+    known = f"{total['cache_hits'] / judged:.1%} had their verdict already, and {total['failures']:,}"
+    if not (compared := total.get("compared")):
+        waited = f"a completion waited {total['waited_seconds'] / judged:.3g} s for its verdict."
+        return [asked, f"Of the completions {known} got none and were dropped; {waited}", again]
+    return [
+        asked,
+        f"Of the comparisons {known} completions were dropped because one of theirs got none.",
+        f"{compared:,} pairs were compared, each in both orders; in {total['by_place'] / compared:.1%} of them the "
+        "judge preferred a place, the first or the second, and no completion.",
+        again,
     ]
