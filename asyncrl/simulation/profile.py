@@ -125,6 +125,10 @@ class Roofline(Settings, frozen=True, tag_field="type", tag="roofline"):
     all_experts: NonNegative = 0.0
     """Reading the experts of all layers."""
 
+    def __post_init__(self) -> None:
+        if self.active > self.experts:
+            raise ValueError(f"active={self.active} is more than experts={self.experts}")
+
     def at(self, rows: int) -> float:
         share = 1 - (1 - self.active / self.experts) ** rows if self.experts else 0.0
         read = self.read + self.all_experts * share

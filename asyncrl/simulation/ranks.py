@@ -20,6 +20,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.collectives import Links
+from asyncrl.simulation.hardware import Hardware
 from asyncrl.simulation.profile import Affine, EngineCost, Profile, Roofline, SyncCost, TrainerCost
 from asyncrl.simulation.shape import Shape
 
@@ -41,7 +42,7 @@ def on_cluster(profile: Profile, *, engines: int, trainer_gpus: int) -> Profile:
     links = Links.of(profile.hardware, profile.reached)
     return msgspec.structs.replace(
         profile,
-        engine=_engine(profile, profile.model, links),
+        engine=_engine(profile, profile.hardware, profile.model, links),
         sync=_publication(profile, profile.model, links, engines, trainer_gpus),
     )
 
@@ -69,9 +70,8 @@ def problem(profile: Profile, trainer_gpus: int) -> str:
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
-def _engine(profile: Profile, shape: Shape, links: Links) -> EngineCost:
-    engine, hardware, reached = profile.engine, profile.hardware, profile.reached
-    assert hardware is not None
+def _engine(profile: Profile, hardware: Hardware, shape: Shape, links: Links) -> EngineCost:
+    engine, reached = profile.engine, profile.reached
     if engine.step != Affine():
         return engine
     gpus = engine.gpus
@@ -148,12 +148,10 @@ def fsdp_seconds(shape: Shape, trainer: TrainerCost, links: Links, ranks: int) -
     """All gathers and scatters of one batch. What is in no layer stays whole from forward to backward. Shared experts
     are not FSDP's."""
     layer = shape.attention + (0 if trainer.expert_parallel > 1 else shape.gated)
-    gathers, gradient = 2 + trainer.forwards, links.gather
-    return (
-        shape.layers * (gathers * links.gather(BF16 * layer, ranks) + gradient(FP32 * layer, ranks))
-        + (gathers - 1) * links.gather(BF16 * shape.outside, ranks)
-        + gradient(FP32 * shape.outside, ranks)
-    )
+    gathers = 2 + trainer.forwards
+    layers = gathers * links.gather(BF16 * layer, ranks) + links.gather(FP32 * layer, ranks)
+    outside = (gathers - 1) * links.gather(BF16 * shape.outside, ranks) + links.gather(FP32 * shape.outside, ranks)
+    return shape.layers * layers + outside
 
 
 def expert_seconds(shape: Shape, trainer: TrainerCost, links: Links, ranks: int) -> float:

@@ -1,6 +1,7 @@
 """Hand-computed times, and what must hold whatever the costs are."""
 
 from math import isclose
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Buffer, Flow, Rollout, Run
 from asyncrl.config.algorithm import Dapo
+from asyncrl.config.engine import FakeEngine
 from asyncrl.config.fleet import Elastic
 from asyncrl.config.staleness import EssBand
 from asyncrl.errors import ConfigError
@@ -37,7 +39,14 @@ AT_ONCE = RewardCost(gather=0.0)
 
 
 def one_run(
-    *, steps: int = 3, staleness: int = 0, groups: int = 2, size: int = 2, take: int = 2, ready: int = 0, **rest: object
+    *,
+    steps: int = 3,
+    staleness: int = 0,
+    groups: int = 2,
+    size: int = 2,
+    take: int = 2,
+    ready: int | Literal["auto"] = 0,
+    **rest: object,
 ) -> Run:
     return Run(
         steps=steps,
@@ -214,6 +223,15 @@ def test_an_elastic_pool_grows_where_the_trainer_waits() -> None:
         found.rates.seconds
         < simulate(msgspec.structs.replace(run, elastic=Elastic()), costs(engine=engine)).rates.seconds
     )
+
+
+def test_a_split_is_a_run_of_so_many_engines() -> None:
+    """How many groups are kept ready depends on the places of all engines, not of one."""
+    run = one_run(steps=10, staleness=4, groups=64, size=2, take=64, ready="auto")
+    run = msgspec.structs.replace(run, engine=FakeEngine(max_batch=4))
+    profile = costs(trainer=TrainerCost(per_step=0.1), engine=EngineCost(step=Affine(seconds=0.01), max_batch=4))
+    configured = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, replicas=32))
+    assert simulate(run, profile, engines=32, warm_up=6) == simulate(configured, profile, warm_up=6)
 
 
 def test_memory_of_the_buffer_bounds_admission() -> None:
