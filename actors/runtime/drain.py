@@ -38,7 +38,7 @@ async def drain_notice(
         with suppress(Exception):
             going = await asyncio.to_thread(draining)
         for node, deadline_ms in going.items():
-            if there := tuple(name for name, place in nodes.items() if place == node):
+            if there := tuple(name for name in ("driver", *actors) if nodes.get(name) == node):
                 return DrainNotice(node, there, deadline_ms / 1000 - time.time() if deadline_ms else None)
         await asyncio.sleep(LOOK_S)
 

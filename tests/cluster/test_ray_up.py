@@ -60,7 +60,8 @@ def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(facts: dict[str, 
     assert facts["drain"] == ""
     assert facts["third"] == StoppedError.exit_code, facts["output"][-4000:]
     said = facts["output"][-4000:]
-    assert re.search(r"the cluster drains node \w+ \(driver, buffer, reward, trainer\S*\): the run writes", said), said
+    # Who was too busy to say where it is, is not named.
+    assert re.search(r"the cluster drains node \w+ \(driver(, \S+)*\): the run writes", said), said
 
 
 def test_nobody_joins_without_the_token(facts: dict[str, Any]) -> None:
