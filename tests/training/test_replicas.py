@@ -62,7 +62,7 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "shards-3").read_text() == "2"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_replicas_of_two_ranks_that_share_the_experts(tmp_path: Path) -> None:
     _play(_models(tmp_path), EXPERT_SCENES, 4, replicas=2, expert_parallel=2)
     assert (tmp_path / "shards-3").read_text() == "2"
@@ -89,8 +89,8 @@ def test_more_replicas(world: int, degrees: dict[str, int], tmp_path: Path) -> N
     ("world", "degrees"),
     [
         (2, {}),
-        pytest.param(4, {"replicas": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"expert_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"replicas": 2}, marks=pytest.mark.nightly),
+        pytest.param(4, {"expert_parallel": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_gradients_are_added_up_in_bf16(world: int, degrees: dict[str, int], tmp_path: Path) -> None:
