@@ -69,7 +69,7 @@ def test_a_directory_is_for_runs_of_one_kind(tmp_path: Path) -> None:
         Study(tmp_path / "runs", steps=4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_study_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--seeds", "0", "--staleness", "0", "2", "--steps", "4", "--every", "2", "--prompts", "16"]
     small = ["flow.groups_per_step=4", "flow.groups_per_take=2", "cluster=inprocess"]

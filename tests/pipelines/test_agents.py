@@ -123,7 +123,10 @@ def test_killed_and_resumed(tmp_path: Path, model: Path, cluster: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("role", ["GatewayActor", "TrainerActor", "BufferActor"])
+@pytest.mark.parametrize(
+    "role",
+    ["TrainerActor", *(pytest.param(role, marks=pytest.mark.nightly) for role in ("GatewayActor", "BufferActor"))],
+)
 def test_an_actor_that_the_run_cannot_do_without_is_killed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:

@@ -110,7 +110,7 @@ async def answer(engine: Engine, model: Path, split: str, count: int, temperatur
 @pytest.mark.slow
 @needs_vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=pytest.mark.nightly)])
 def test_vllm_accepts_what_an_exported_head_drafts(kind: str, small: Path, tmp_path: Path) -> None:
     drafting, settings = DRAFTERS[kind], DrafterTraining()
     model, config = load_model(small)

@@ -35,7 +35,7 @@ def judge(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("eagle3", marks=pytest.mark.nightly)])
 def test_a_fresh_head_learns_and_reaches_the_engine(kind: str, tmp_path: Path, model: Path, judge: str):
     exact = "rollout.on_update=recompute"  # so that a token of the newest version has nothing of older ones behind it
     quickstart_runs.run(tmp_path, model, f"drafter={kind}", *QUICK, judge, exact)

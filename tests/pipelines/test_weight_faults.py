@@ -29,7 +29,10 @@ def _rollout_of(run: Path) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "dies"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.nightly), pytest.param(signal.SIGKILL, id="dies")],
+)
 def test_the_run_stops_with_the_reason(
     kind: signal.Signals, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
