@@ -134,7 +134,7 @@ def policy_logits(
     return scaled_L_V.masked_fill(_beyond(raw_L_V, target_L_1, floor_L_1), OUTSIDE), outside_L
 
 
-def likeliest(logits_C_V: Tensor, *, temperature: float, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(logits_C_V: Tensor, *, temperature: float, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     """The `count` likeliest of the first `vocabulary` tokens, most likely first; log-probabilities of these and of the
     tail. Tokens that this model does not have are as likely as an empty tail."""
     logp_C_V = (logits_C_V / temperature).log_softmax(-1)

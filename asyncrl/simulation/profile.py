@@ -80,11 +80,15 @@ class Table(Settings, frozen=True, tag_field="type", tag="table"):
         return max(low, low + (high - low) * (rows - left) / (right - left))
 
 
+def experts_read(active: int, experts: int, rows: int) -> float:
+    """The part of a layer's experts that a step reads, if each row is sent to `active` of them at random."""
+    return 1 - (1 - active / experts) ** rows
+
+
 class ExpertStep(Settings, frozen=True, tag_field="type", tag="experts"):
     """A decoding step of a mixture of experts, which reads only the experts that a token of the batch is sent to.
 
-    It takes `seconds + all_experts * share + per_row * rows`. `share` is the part of the experts that is read, if each
-    token is sent to `active` of them at random: 1 - (1 - active / experts)^rows.
+    It takes `seconds + all_experts * share + per_row * rows`, with the share of `experts_read`.
     """
 
     experts: Positive
@@ -103,7 +107,7 @@ class ExpertStep(Settings, frozen=True, tag_field="type", tag="experts"):
             raise ValueError(f"active={self.active} is more than experts={self.experts}")
 
     def at(self, rows: int) -> float:
-        share = 1 - (1 - self.active / self.experts) ** rows
+        share = experts_read(self.active, self.experts, rows)
         return self.seconds + self.all_experts * share + self.per_row * rows
 
 
@@ -130,7 +134,7 @@ class Roofline(Settings, frozen=True, tag_field="type", tag="roofline"):
             raise ValueError(f"active={self.active} is more than experts={self.experts}")
 
     def at(self, rows: int) -> float:
-        share = 1 - (1 - self.active / self.experts) ** rows if self.experts else 0.0
+        share = experts_read(self.active, self.experts, rows) if self.experts else 0.0
         read = self.read + self.all_experts * share
         return self.seconds + self.per_row * rows + max(read, self.compute_row * rows)
 

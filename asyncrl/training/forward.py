@@ -20,8 +20,8 @@ from asyncrl.models.head import (
     TokenLogprobs,
     bf16_logits,
     chunked_logprobs,
-    likeliest,
     policy_logits,
+    top_logprobs,
 )
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import RouteShape
@@ -101,7 +101,7 @@ class PolicyForward:
         return _of_all_parts(batch.here, found if route is None else found._replace(routing=route.found))
 
     @torch.no_grad()
-    def likeliest(self, batch: PackedBatch, count: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    def top_logprobs(self, batch: PackedBatch, count: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the sampled tokens; at the place of each, the `count` likeliest of the first
         `vocabulary` tokens, and their log-probabilities and the tail's."""
         hidden_L_E = predicting_states(self._model, batch, self._settings, execution=self._execution)
@@ -110,7 +110,7 @@ class PolicyForward:
         for hidden_C_E, target_C in zip(hidden_L_E.split(chunk), batch.target_L.split(chunk), strict=True):
             logits_C_V = all_logits(self._model, hidden_C_E, narrow=narrow)
             logp_C = self._whole_logprobs(logits_C_V, target_C).logp_L
-            top = likeliest(logits_C_V, temperature=self._temperature, count=count, vocabulary=vocabulary)
+            top = top_logprobs(logits_C_V, temperature=self._temperature, count=count, vocabulary=vocabulary)
             found.append((logp_C, *top))
         logp_L, ids_L_K, top_L_B = (torch.cat(parts) for parts in zip(*found, strict=True))
         return logp_L, ids_L_K, top_L_B

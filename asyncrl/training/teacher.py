@@ -76,7 +76,7 @@ class TeacherModel:
             logp_L = self._policy(batch).logp_L
             top_L_X = torch.empty(len(logp_L), 0, dtype=torch.int32)
         else:
-            logp_L, ids_L_K, top_L_B = self._policy.likeliest(batch, self._top_k, self._vocabulary)
+            logp_L, ids_L_K, top_L_B = self._policy.top_logprobs(batch, self._top_k, self._vocabulary)
             top_L_X = torch.cat((ids_L_K.int(), top_L_B.float().view(torch.int32)), 1)
         both = zip(logp_L.float().cpu().split(batch.lengths), top_L_X.cpu().split(batch.lengths), strict=True)
         return [Said(own_L.numpy(), top.numpy()) for own_L, top in both]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncrl.algorithms.losses import divergence
-from asyncrl.models.head import chunked_logprobs, likeliest
+from asyncrl.models.head import chunked_logprobs, top_logprobs
 
 Direction = Literal["reverse", "forward"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -27,7 +27,7 @@ def _logits(seed: int, size: int, spread: float) -> tuple[Tensor, Tensor]:
 
 def _over(direction: Direction, logits: Tensor, teacher: Tensor, count: int, temperature: float) -> Tensor:
     """By the head, which is the identity here, over the teacher's `count` likeliest tokens."""
-    ids, said = likeliest(teacher, temperature=temperature, count=count, vocabulary=teacher.shape[1])
+    ids, said = top_logprobs(teacher, temperature=temperature, count=count, vocabulary=teacher.shape[1])
     identity, target = torch.eye(logits.shape[1], dtype=logits.dtype), torch.zeros(len(logits), dtype=torch.int64)
     found = chunked_logprobs(logits, identity, target, temperature=temperature, chunk=2, ids_L_K=ids)
     assert found.top_L_B is not None

@@ -7,8 +7,7 @@ import torch
 
 from asyncrl.system import shared_gpu
 from tests.support import needs, rank_scenarios
-from tests.support.rank_processes import Scene, play
-from tests.support.tiny_model import tiny_checkpoint
+from tests.support.rank_processes import Scene, play_well
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 SCENES = (
@@ -47,8 +46,4 @@ def _several_ranks_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_two_ranks_do_what_one_does(scenes: tuple[Scene, ...], degrees: dict[str, int], tmp_path: Path) -> None:
     """Gradients in fp32 and bf16, and losses of whole steps."""
-    tiny_checkpoint(tmp_path / rank_scenarios.TIED, "qwen2")
-    tiny_checkpoint(tmp_path / rank_scenarios.UNTIED, "qwen3")
-    tiny_checkpoint(tmp_path / rank_scenarios.EXPERTS, "qwen3_moe")
-    played = play(2, scenes, tmp_path, device="cuda", **degrees)
-    assert "".join("".join(found) for found in played.values()) == ""
+    play_well(rank_scenarios.make_models(tmp_path), scenes, 2, device="cuda", **degrees)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.models.head import FAINT, WHOLE, LogitShape, Support, chunked_logprobs, likeliest
+from asyncrl.models.head import FAINT, WHOLE, LogitShape, Support, chunked_logprobs, top_logprobs
 from tests.support.head_inputs import Largest, head_inputs
 
 TOKENS, VOCABULARY, HIDDEN = 23, 61, 16
@@ -75,21 +75,21 @@ def test_no_tensor_is_larger_than_a_chunk_or_a_matrix(ids: Tensor | None) -> Non
 def test_the_likeliest_tokens_by_hand() -> None:
     """Of probabilities 0.1, 0.4, 0.2 and 0.3 at the temperature."""
     logits = (0.7 * torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()) + 5
-    ids, logp = likeliest(logits, temperature=0.7, count=2, vocabulary=4)
+    ids, logp = top_logprobs(logits, temperature=0.7, count=2, vocabulary=4)
     assert ids.tolist() == [[1, 3]]
     assert logp[0].tolist() == pytest.approx([log(0.4), log(0.3), log(0.3)], abs=1e-6)
 
 
 def test_tokens_that_only_the_teacher_has_are_in_the_tail() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
-    ids, logp = likeliest(logits, temperature=1.0, count=3, vocabulary=3)
+    ids, logp = top_logprobs(logits, temperature=1.0, count=3, vocabulary=3)
     assert ids.tolist() == [[1, 2, 0]]
     assert logp[0].tolist() == pytest.approx([log(0.4), log(0.2), log(0.1), log(0.3)], abs=1e-6)
 
 
 def test_tokens_that_only_the_student_has_are_faint() -> None:
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
-    ids, logp = likeliest(logits, temperature=1.0, count=5, vocabulary=6)
+    ids, logp = top_logprobs(logits, temperature=1.0, count=5, vocabulary=6)
     assert ids[0, :3].tolist() == [1, 2, 0]
     assert sorted(ids[0, 3:].tolist()) == [3, 4]
     assert logp[0].tolist() == pytest.approx([log(0.5), log(0.3), log(0.2), FAINT, FAINT, FAINT], abs=1e-6)

@@ -40,6 +40,12 @@ def play(
     return {scene.__name__: [found.get(scene.__name__, "not played") for found in told] for scene in scenes}
 
 
+def play_well(folder: Path, scenes: Sequence[Scene], world: int, *, device: str = "cpu", **degrees: Any) -> None:
+    """As `play`, and nothing goes wrong."""
+    played = play(world, scenes, folder, device=device, **degrees)
+    assert "".join("".join(found) for found in played.values()) == ""
+
+
 def _rank(seat: RankSeat, scenes: Sequence[Scene], folder: Path, settings: Trainer, device: str) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else the scenes' learners would take a card that is here

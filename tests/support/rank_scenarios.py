@@ -28,6 +28,7 @@ from asyncrl.training.learner import Learner
 from asyncrl.types import Group, Segment
 from asyncrl.weights.gather import Follower
 from asyncrl.weights.transports.shared_memory import SharedMemoryWriter, read_tensors
+from tests.support.tiny_model import tiny_checkpoint
 from tests.support.training_groups import gradients_of, make_groups, with_likeliest
 
 RUN = Run(trainer=Trainer(lr=1e-3), correction=Importance(reject=()))
@@ -37,6 +38,14 @@ PPO = Ppo(critic_warmup_steps=0)
 MANIFEST = TrainingManifest(step=0, samples_trained=0, consumed=())
 ON_A_CARD = 1e-4
 """fp32 sums there have another order in batches of another size; the scores of experts are the most sensitive."""
+
+
+def make_models(folder: Path) -> Path:
+    """What the scenes train."""
+    tiny_checkpoint(folder / TIED, "qwen2")
+    tiny_checkpoint(folder / UNTIED, "qwen3")
+    tiny_checkpoint(folder / EXPERTS, "qwen3_moe")
+    return folder
 
 
 def _exact(learner: Learner) -> float:

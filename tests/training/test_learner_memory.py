@@ -321,14 +321,19 @@ def test_activations_of_experts_are_those_that_autograd_keeps(frozen: bool) -> N
     assert 4 * tokens * (gated.kept - unused + gated.backward) == pytest.approx(peak, rel=0.1)
 
 
+def _head_inputs(live: "_Live", tokens: int, vocabulary: int, hidden: int) -> tuple[list[torch.Tensor], int]:
+    """States, the output matrix and targets, and what they take."""
+    states, output = torch.empty(tokens, hidden).requires_grad_(), torch.empty(vocabulary, hidden).requires_grad_()
+    inputs = [states, output, torch.empty(tokens, dtype=torch.int64)]
+    for tensor in inputs:
+        live.see(tensor)
+    return inputs, live.now
+
+
 def test_the_head_takes_two_blocks_of_logits_and_its_gradient() -> None:
     tokens, rows, vocabulary, hidden = 640, 64, 4096, 192
     with FakeTensorMode(), _Live() as live:
-        states, output = torch.empty(tokens, hidden).requires_grad_(), torch.empty(vocabulary, hidden).requires_grad_()
-        target = torch.empty(tokens, dtype=torch.int64)
-        for tensor in (states, output, target):
-            live.see(tensor)
-        before = live.now
+        (states, output, target), before = _head_inputs(live, tokens, vocabulary, hidden)
         chunked_logprobs(states, output, target, temperature=0.7, chunk=rows).logp_L.sum().backward()
         peak = live.peak - before
     run = Run(trainer=Trainer(logits_bytes=rows * vocabulary * 4))
@@ -341,11 +346,7 @@ def test_the_head_takes_two_blocks_of_logits_and_its_gradient() -> None:
 def test_a_teachers_likeliest_tokens_take_a_third_block_and_some_numbers_each(rows: int) -> None:
     tokens, vocabulary, hidden, count = 640, 4096, 192, 300
     with FakeTensorMode(), _Live() as live:
-        states, output = torch.empty(tokens, hidden).requires_grad_(), torch.empty(vocabulary, hidden).requires_grad_()
-        target = torch.empty(tokens, dtype=torch.int64)
-        for tensor in (states, output, target):
-            live.see(tensor)
-        before = live.now
+        (states, output, target), before = _head_inputs(live, tokens, vocabulary, hidden)
         said = torch.empty(tokens, 2 * count + 1)
         ids, teacher = said[:, :count].long(), said[:, count:]
         found = chunked_logprobs(states, output, target, temperature=0.7, chunk=rows, ids_L_K=ids)

@@ -13,7 +13,7 @@ from asyncrl.models.degrees import degree_problems
 from asyncrl.training.memory import Batch, training_memory
 from pipelines.plan.estimate import _largest_batch
 from tests.support import rank_scenarios
-from tests.support.rank_processes import Scene, play
+from tests.support.rank_processes import Scene, play, play_well
 from tests.support.tiny_families import tiny_family
 from tests.support.tiny_model import tiny_checkpoint
 
@@ -41,24 +41,16 @@ EXPERT_SCENES = (
 )
 
 
-def _models(folder: Path) -> Path:
-    tiny_checkpoint(folder / rank_scenarios.TIED, "qwen2")
-    tiny_checkpoint(folder / rank_scenarios.UNTIED, "qwen3")
-    tiny_checkpoint(folder / rank_scenarios.EXPERTS, "qwen3_moe")
-    return folder
-
-
 def _play(folder: Path, scenes: tuple[Scene, ...], world: int, context: int = 1, experts: int = 1) -> None:
-    played = play(world, scenes, folder, context_parallel=context, expert_parallel=experts)
-    assert "".join("".join(found) for found in played.values()) == ""
+    play_well(folder, scenes, world, context_parallel=context, expert_parallel=experts)
 
 
 def test_two_ranks_share_every_batch(tmp_path: Path) -> None:
-    _play(_models(tmp_path), (*SCENES, rank_scenarios.balancing), 2, context=2)
+    _play(rank_scenarios.make_models(tmp_path), (*SCENES, rank_scenarios.balancing), 2, context=2)
 
 
 def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
-    _play(_models(tmp_path), EXPERT_SCENES, 2, experts=2)
+    _play(rank_scenarios.make_models(tmp_path), EXPERT_SCENES, 2, experts=2)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +67,13 @@ def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> N
     """With four that share a batch, each key/value head is on two of them."""
     scenes = [scene for scene in SCENES if context > 1 or scene is not rank_scenarios.log_probs]
     scenes += [rank_scenarios.balancing] if world == context else []
-    _play(_models(tmp_path), (*scenes, *EXPERT_SCENES) if experts > 1 else tuple(scenes), world, context, experts)
+    _play(
+        rank_scenarios.make_models(tmp_path),
+        (*scenes, *EXPERT_SCENES) if experts > 1 else tuple(scenes),
+        world,
+        context,
+        experts,
+    )
 
 
 @pytest.mark.slow
@@ -85,13 +83,13 @@ def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> N
 )
 def test_nobody_waits_for_a_rank_that_was_killed(scene: Scene, tmp_path: Path) -> None:
     degrees: dict[str, Any] = {"context_parallel": 2, "expert_parallel": 2}
-    played = play(2, (rank_scenarios.arrival, scene), _models(tmp_path), **degrees)
+    played = play(2, (rank_scenarios.arrival, scene), rank_scenarios.make_models(tmp_path), **degrees)
     assert played[scene.__name__] == ["", "not played"]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_degrees(tmp_path: Path) -> None:
-    _play(_models(tmp_path), (rank_scenarios.leave_checkpoint,), 2, context=2, experts=2)
+    _play(rank_scenarios.make_models(tmp_path), (rank_scenarios.leave_checkpoint,), 2, context=2, experts=2)
     for world, context, experts in ((3, 1, 1), (2, 1, 2), (4, 2, 2)):
         _play(tmp_path, (rank_scenarios.find_checkpoint,), world, context, experts)
 

@@ -12,7 +12,7 @@ from asyncrl.models.config import read_config
 from asyncrl.models.degrees import degree_problems
 from asyncrl.training.memory import Batch, parameters, training_memory
 from tests.support import rank_scenarios
-from tests.support.rank_processes import Scene, play
+from tests.support.rank_processes import play_well
 from tests.support.tiny_families import tiny_family
 from tests.support.tiny_model import tiny_checkpoint
 
@@ -39,32 +39,20 @@ EXPERT_SCENES = (
 )
 
 
-def _models(folder: Path) -> Path:
-    tiny_checkpoint(folder / rank_scenarios.TIED, "qwen2")
-    tiny_checkpoint(folder / rank_scenarios.UNTIED, "qwen3")
-    tiny_checkpoint(folder / rank_scenarios.EXPERTS, "qwen3_moe")
-    return folder
-
-
-def _play(folder: Path, scenes: tuple[Scene, ...], world: int, **degrees: Any) -> None:
-    played = play(world, scenes, folder, **degrees)
-    assert "".join("".join(found) for found in played.values()) == ""
-
-
 def test_two_replicas_of_one_rank(tmp_path: Path) -> None:
-    _play(_models(tmp_path), SCENES, 2, replicas=2)
+    play_well(rank_scenarios.make_models(tmp_path), SCENES, 2, replicas=2)
     assert (tmp_path / "shards-1").read_text() == "1"
 
 
 @pytest.mark.slow
 def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
-    _play(_models(tmp_path), SCENES, 4, replicas=2)
+    play_well(rank_scenarios.make_models(tmp_path), SCENES, 4, replicas=2)
     assert (tmp_path / "shards-3").read_text() == "2"
 
 
 @pytest.mark.nightly
 def test_two_replicas_of_two_ranks_that_share_the_experts(tmp_path: Path) -> None:
-    _play(_models(tmp_path), EXPERT_SCENES, 4, replicas=2, expert_parallel=2)
+    play_well(rank_scenarios.make_models(tmp_path), EXPERT_SCENES, 4, replicas=2, expert_parallel=2)
     assert (tmp_path / "shards-3").read_text() == "2"
 
 
@@ -82,7 +70,7 @@ def test_two_replicas_of_two_ranks_that_share_the_experts(tmp_path: Path) -> Non
 def test_more_replicas(world: int, degrees: dict[str, int], tmp_path: Path) -> None:
     scenes = EXPERT_SCENES if "expert_parallel" in degrees else SCENES
     with_context = (rank_scenarios.log_probs,) if "context_parallel" in degrees else ()
-    _play(_models(tmp_path), (*with_context, *scenes), world, **degrees)
+    play_well(rank_scenarios.make_models(tmp_path), (*with_context, *scenes), world, **degrees)
 
 
 @pytest.mark.parametrize(
@@ -94,23 +82,27 @@ def test_more_replicas(world: int, degrees: dict[str, int], tmp_path: Path) -> N
     ],
 )
 def test_gradients_are_added_up_in_bf16(world: int, degrees: dict[str, int], tmp_path: Path) -> None:
-    _play(_models(tmp_path), (rank_scenarios.bf16_reduction,), world, reduce_dtype="bf16", **degrees)
+    play_well(
+        rank_scenarios.make_models(tmp_path), (rank_scenarios.bf16_reduction,), world, reduce_dtype="bf16", **degrees
+    )
 
 
 @pytest.mark.slow
 def test_a_model_of_transformers_has_replicas_too(tmp_path: Path) -> None:
     tiny_family(tmp_path / rank_scenarios.THROUGH, "glm4_moe")
     tiny_family(tmp_path / rank_scenarios.PADDED, "qwen3_5_text")
-    _play(tmp_path, (rank_scenarios.of_transformers,), 2, replicas=2)
+    play_well(tmp_path, (rank_scenarios.of_transformers,), 2, replicas=2)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_any_replicas(tmp_path: Path) -> None:
-    _play(_models(tmp_path), (rank_scenarios.leave_checkpoint,), 4, replicas=2, expert_parallel=2)
-    _play(tmp_path, (rank_scenarios.find_checkpoint,), 3)
+    play_well(
+        rank_scenarios.make_models(tmp_path), (rank_scenarios.leave_checkpoint,), 4, replicas=2, expert_parallel=2
+    )
+    play_well(tmp_path, (rank_scenarios.find_checkpoint,), 3)
     for world, degrees in ((2, {"replicas": 2}), (4, {"replicas": 4}), (4, {"replicas": 2, "context_parallel": 2})):
-        _play(tmp_path, (rank_scenarios.find_checkpoint, rank_scenarios.leave_checkpoint), world, **degrees)
-    _play(tmp_path, (rank_scenarios.find_checkpoint,), 2, expert_parallel=2)
+        play_well(tmp_path, (rank_scenarios.find_checkpoint, rank_scenarios.leave_checkpoint), world, **degrees)
+    play_well(tmp_path, (rank_scenarios.find_checkpoint,), 2, expert_parallel=2)
 
 
 def test_replicas_have_to_divide_the_ranks(tmp_path: Path) -> None:
