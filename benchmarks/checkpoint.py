@@ -5,7 +5,8 @@
 Steps of the same random completions, every other one with a checkpoint begun before it. `waited` is how long its update
 waited for the copy, `copied` and `written` how long these took in all. The last line is a checkpoint with nothing to
 do beside it, as after SIGTERM: until all of it is on the disk. The aims on an H200 are a second of waiting at 1.7B, and
-60 seconds at 8B for a stop (`--shape qwen3-8b trainer.optimizer=adamw_8bit`).
+60 seconds at 8B for a stop (`--shape qwen3-8b --repeats 0 trainer.optimizer=adamw_8bit`, which measures nothing else:
+there is room for one checkpoint of 49 GB more often than for two).
 """
 
 import argparse
@@ -76,10 +77,11 @@ async def measure(model: Path, setting: Setting, directory: Path) -> None:
     for _ in range(setting.repeats):
         plain.append(step(learner, groups))
         beside.append(await step_beside(saving, learner, groups))
-    found = Saved(*map(statistics.median, zip(*beside, strict=True)))
-    print(f"a step                 {statistics.median(plain):8.2f} s")
-    print(f"with a checkpoint      {found.step:8.2f} s, of which it waited {found.waited:.2f} s for the copy")
-    print(f"copied after           {found.copied:8.2f} s, written after {found.written:.2f} s")
+    if beside:
+        found = Saved(*map(statistics.median, zip(*beside, strict=True)))
+        print(f"a step                 {statistics.median(plain):8.2f} s")
+        print(f"with a checkpoint      {found.step:8.2f} s, of which it waited {found.waited:.2f} s for the copy")
+        print(f"copied after           {found.copied:8.2f} s, written after {found.written:.2f} s", flush=True)
     began = perf_counter()
     path = await saving.save(learner, manifest(learner))
     await saving.written()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.models.compiling import compiled
+from asyncrl.training.host_copies import on_host
 
 PIECE = 1 << 25
 """Numbers of a parameter that are updated at a time."""
@@ -212,11 +213,11 @@ class AdamW(torch.optim.Optimizer):
         """The same as a copy in the host's memory, joined there: beside training the card has no room for it."""
         half = self.state[parameter].get(HALF)
         if half is None:
-            return parameter.detach().to("cpu", torch.float32, copy=True)
+            return on_host(parameter).float()
         found, weight = torch.empty(parameter.shape), parameter.detach().view(-1)
         for begin in range(0, parameter.numel(), PIECE):
             piece = slice(begin, begin + PIECE)
-            found.view(-1)[piece] = join(weight[piece].cpu(), half[piece].cpu())
+            found.view(-1)[piece] = join(on_host(weight[piece]), on_host(half[piece]))
         return found
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ from asyncrl.training.checkpoint_manifest import TrainingManifest, numbered, rea
 from asyncrl.training.critic import Critic
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import TensorFiles, read_parts, read_rows
-from asyncrl.training.export import on_host
+from asyncrl.training.host_copies import on_host
 from asyncrl.training.learner import Learner
 from asyncrl.training.memory import FLOAT
 

@@ -15,6 +15,7 @@ from asyncrl.training.batches import NEXT, Block, pack
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import ShardSource
 from asyncrl.training.forward import all_logits, predicting_states
+from asyncrl.training.host_copies import on_host
 
 
 class Export:
@@ -58,11 +59,6 @@ class Export:
     def adapters(self) -> AdapterSource:
         """The adapters alone, in fp32: for engines that have the base weights."""
         return AdapterSource(self._model, self._ranks)
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()

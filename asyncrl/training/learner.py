@@ -52,10 +52,11 @@ from asyncrl.training.diagnostics import (
 )
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.distributed.shards import fill
-from asyncrl.training.export import Export, on_host
+from asyncrl.training.export import Export
 from asyncrl.training.forward import PolicyForward
 from asyncrl.training.guardrails import alarms
 from asyncrl.training.hidden_capture import HiddenTap
+from asyncrl.training.host_copies import on_host
 from asyncrl.training.momentum import Momentum
 from asyncrl.training.report import OffPolicy, StepReport
 from asyncrl.types import Group, Trajectory
