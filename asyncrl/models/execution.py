@@ -37,7 +37,7 @@ class Execution(NamedTuple):
     """Attention is one operation that can be compiled with the rest; other kinds have a layer compiled in two parts.
     Not for experts, of which nothing is compiled: the second part is left as it is."""
     their_layers: bool = False
-    """Compile the layers of a model of transformers too. Not every family's code can be; so it has to be asked for."""
+    """Compile the layers of a model of transformers too."""
 
     def layer(self, index: int) -> LayerForward:
         recompute = index < self.recomputed and torch.is_grad_enabled()

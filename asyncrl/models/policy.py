@@ -117,6 +117,10 @@ class PolicyModel(nn.Module, ABC):
         head is not that of the model. Every rank has to call it."""
         return ""
 
+    def try_to_compile(self, *, narrow: bool) -> str:
+        """Compile layers that are not ours, if they are: why they cannot be, or nothing. Leaves gradients behind."""
+        return ""
+
     def logits(self, hidden_T_E: Tensor) -> Tensor:
         return self.logit_shape(F.linear(hidden_T_E, self.output_matrix))
 

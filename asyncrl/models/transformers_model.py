@@ -136,12 +136,16 @@ class TransformersModel(PolicyModel):
             cast(Any, block).gradient_checkpointing = index < layers
             block.train(index < layers)  # transformers asks for it; nothing is dropped (`_empty`)
 
+    @property
+    def _has_graphs(self) -> bool:
+        """What experts compute depends on how many tokens each has, and states that run through a row are loops: no
+        graph is good at these."""
+        return self.config.experts is None and self.packing == "packed"
+
     def _compile(self) -> None:
-        """Each layer for itself: all are one graph, with the adapters in it and FSDP's hooks around it. What experts
-        compute depends on how many tokens each has, and states that run through a row are loops: no graph is good at
-        these."""
+        """Each layer for itself: all are one graph, with the adapters in it and FSDP's hooks around it."""
         self._compiled = True
-        if self.config.experts is None and self.packing == "packed":
+        if self._has_graphs:
             for block in self.blocks():
                 block.forward = torch.compile(block.forward, dynamic=True)
 
@@ -224,6 +228,20 @@ class TransformersModel(PolicyModel):
         positions_T = torch.cat([torch.arange(len(each)) for each in samples]).to(self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=narrow):
             return self.states(torch.cat(list(samples)).to(self.device), positions_T, rows, narrow=narrow)
+
+    def try_to_compile(self, *, narrow: bool) -> str:
+        if not self._has_graphs:
+            return ""
+        self._compile()
+        samples = [torch.from_numpy(each) for each in _probe(self.config.vocabulary)]
+        try:
+            with torch.enable_grad():
+                self._probed(samples, narrow=narrow).float().sum().backward()
+        except Exception as error:  # a compiler raises whatever it likes, and is not needed
+            for block in self.blocks():
+                del block.forward
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return ""
 
     def _check_logits(self, *, narrow: bool) -> None:
         """That our head computes what the model's own does."""

@@ -11,7 +11,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.models.config import ModelConfig, read_config
 from asyncrl.models.files import tensor_sizes
 
-NOT_SUPPORTED = "router replay, FP8 rollouts, draft heads that the trainer taps, torch.compile of the layers"
+NOT_SUPPORTED = "router replay, FP8 rollouts, draft heads that the trainer taps"
 STATEFUL = ("linear_attention", "conv", "mamba", "chunked_attention")
 """Layers that do not look at positions: packed samples would see each other."""
 BATCH_ROPE = ("dynamic", "longrope")

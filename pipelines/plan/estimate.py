@@ -214,7 +214,7 @@ def needs(run: Run, model: ModelConfig, prompt: int) -> Needs:
     held = footprint(model, count, precision if run.engine.real_fp8 else wide, run.rollout.fp8)
     held = beside_base(run, model, count, held, gpu=has_gpu())
     # On a CPU, in fp32 and with experts a layer is compiled in two parts, which keep what they keep otherwise; those of
-    # transformers are not compiled.
+    # transformers are counted as if they were not compiled.
     ours = model.experts is None and model.backend == "native"
     whole = trains_on_gpu(run) and run.trainer.dtype == "bf16" and ours
     compiled = whole and compiles(run.trainer.compile, "cuda")

@@ -80,7 +80,10 @@ def test_a_family_is_the_one_of_transformers(family: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
-@pytest.mark.parametrize(("family", "recomputed"), [("gemma3_text", 2), ("phi3", 0), ("qwen3_next", 2)])
+@pytest.mark.parametrize(
+    ("family", "recomputed"),
+    [("gemma3_text", 2), pytest.param("phi3", 0, marks=pytest.mark.nightly), ("qwen3_next", 2)],
+)
 def test_compiled_layers_change_nothing(family: str, recomputed: int, tmp_path: Path) -> None:
     """With an adapter in them. Layers that are not compiled are left as they are."""
     tiny_family(tmp_path, family)
@@ -96,6 +99,21 @@ def test_compiled_layers_change_nothing(family: str, recomputed: int, tmp_path: 
         assert len(graphs) == (len(model.blocks()) if execution.their_layers and family != "qwen3_next" else 0)
     assert len(found[0]) > 10
     assert all(_close(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiler_that_fails_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_family(tmp_path, "phi3")
+    plain, model = _loaded(tmp_path), _loaded(tmp_path)
+    assert model.try_to_compile(narrow=False) == ""
+    assert all("forward" in vars(each) for each in model.blocks())
+    torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
+    with torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)}):  # pyright: ignore
+        model = _loaded(tmp_path)
+        assert "no-compiler" in model.try_to_compile(narrow=False)
+    assert _close(_states(model), _states(plain))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "qwen3_next"])
