@@ -37,7 +37,7 @@ def _hindrance() -> str:
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-killing = pytest.mark.skipif(mps_runs(), reason="CUDA MPS is on, under which a killed process takes the others with it")
+killing = pytest.mark.skipif(mps_runs(), reason=needs.NO_MPS)
 
 
 @pytest.fixture(autouse=True)

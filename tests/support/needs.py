@@ -9,6 +9,7 @@ from asyncrl.sandbox.sandbox import Sandbox
 from asyncrl.system.shared_gpu import OLDEST
 
 GPU = "needs a GPU: make test-gpu"
+NO_MPS = "needs CUDA MPS to be off, as a killed process takes others with it: echo quit | nvidia-cuda-mps-control"
 VLLM = "needs vLLM: make test installs it"
 SSH = "needs an SSH server and rsync: apt-get install openssh-server rsync"
 NAMESPACES = "needs namespaces: a machine or container that allows unshare --pid --net"
