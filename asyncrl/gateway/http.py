@@ -80,7 +80,7 @@ class HttpServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
             self._serve,
-            http="h11",
+            http="h11",  # bounds the head of a request, which needs no key; httptools takes 0.2 ms less and does not
             ws="none",
             lifespan="off",
             interface="asgi3",
