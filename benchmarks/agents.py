@@ -91,6 +91,7 @@ class Look(NamedTuple):
 
 def throughput(steps: int, overrides: Sequence[str]) -> None:
     common = (f"steps={steps}", f"reward.function={HERE}:reward", "evaluation.prompts=0", "checkpoint.last=false")
+    common += ("trainer.lr=1e-12",)  # else each way learns replies of another length
     ways = {
         "environment": ("environment.function=" + HERE + ":environment", "environment.max_turns=2"),
         "harness, bare HTTP": (f"agent.function={HERE}:bare",),
