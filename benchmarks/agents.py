@@ -172,7 +172,7 @@ def _look(run: psutil.Process) -> Look:
 
 def _role(words: Sequence[str]) -> str:
     if words[0].startswith("ray::"):  # Ray's titles: ray::GatewayActor, while it is called ray::GatewayActor.play
-        name = words[0].removeprefix("ray::").partition(".")[0]
+        name = words[0].removeprefix("ray::").partition(".")[0].rpartition(":")[2]
         return name if name.endswith("Actor") else "Ray"
     modules = {"asyncrl.user_code.harness_worker": "harness", "asyncrl.user_code.worker": "reward function"}
     named = (role for module, role in modules.items() if module in words)
