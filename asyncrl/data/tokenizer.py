@@ -134,9 +134,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """As transformers sets it up. Templates come with downloaded models, so they run in a sandbox."""
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     return environment
 
