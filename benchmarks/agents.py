@@ -5,10 +5,11 @@
 
 `throughput`: the same conversation of two turns with the quickstart's model or the overrides' one, three times: as an
 environment function, as an async harness with a bare HTTP client, and with OpenAI's client. Rewards are equal, so that
-no group is skipped in one and trained on in another. The aim is 10 % of the samples per second at most.
+no group is skipped in one and trained on in another. The aim is 10 % of the samples per second at most. Beside them
+stands what each process spends on a sample: that hardly depends on who else is busy, and samples per second do.
 
-`memory`: every episode waits for a second between its two turns, as for a tool. Printed is the memory of each process
-of the run, children included, over quarters of the run; after the first it should be flat.
+`memory`: every episode waits for a second between its two turns, as for a tool. Printed is the resident memory of each
+process of the run over quarters of the run; after the first it should be flat.
 """
 
 import argparse
@@ -19,10 +20,11 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import psutil
@@ -37,6 +39,8 @@ SAID = "="
 TOOL_S = 1.0
 PARTS = 4
 LOOK_S = 1.0
+BUSY = ("RolloutActor", "GatewayActor", "harness", "RewardActor", "TrainerActor", "BufferActor", "driver")
+"""Processes whose CPU seconds are told, for each sample."""
 HTTP = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None), timeout=600)
 OPENAI = AsyncOpenAI(base_url="http://localhost", api_key="of its episode", timeout=600)
 
@@ -77,71 +81,102 @@ async def official(prompt: str, answer: str, access: Access) -> str | None:
     return (await create(model=access.model, messages=messages)).choices[0].message.content
 
 
+class Look(NamedTuple):
+    """At the processes of a run, by what they are."""
+
+    time: float
+    megabytes: dict[str, float]
+    cpu_s: dict[str, float]
+
+
 def throughput(steps: int, overrides: Sequence[str]) -> None:
     common = (f"steps={steps}", f"reward.function={HERE}:reward", "evaluation.prompts=0", "checkpoint.last=false")
+    common += ("trainer.lr=1e-12",)  # else each way learns replies of another length
     ways = {
         "environment": ("environment.function=" + HERE + ":environment", "environment.max_turns=2"),
         "harness, bare HTTP": (f"agent.function={HERE}:bare",),
         "harness, OpenAI's client": (f"agent.function={HERE}:official",),
     }
-    _row("", "samples/s", "of the environment's", "tokens/s", "trainer waits")
-    _row(*["---"] * 5)
+    _row("", "samples/s", "of the environment's", "tokens/s", "trainer waits", *(f"{role}, CPU ms" for role in BUSY))
+    _row(*["---"] * (5 + len(BUSY)))
     first, model = 0.0, tuple[str, ...]()
     for name, own in ways.items():
-        directory, _ = runs.run(*common, *own, *model, *overrides)
+        directory, looks = _watched(*common, *own, *model, *overrides)
         if (directory / "model").exists():  # a warm start, which is made once
             model = ("model=checkpoint", f"model.path={directory / 'model'}")
         found = runs.steady(directory)
         first = first or found.samples_per_second
+        _, *steady = _updates(directory)[runs.WARM_STEPS - 1 :]
+        counted = [look for look in looks if look.time <= steady[-1]]
+        begun = next(look for look in counted if look.time >= steady[0])
+        samples = found.samples_per_second * (counted[-1].time - begun.time)
+        spent = {role: counted[-1].cpu_s.get(role, 0.0) - begun.cpu_s.get(role, 0.0) for role in BUSY}
         _row(
             name,
             f"{found.samples_per_second:.1f}",
             f"{found.samples_per_second / first:.2f}",
             f"{found.tokens_per_second:.0f}",
             f"{found.trainer_wait:.0%}",
+            *(f"{1000 * seconds / samples:.1f}" for seconds in spent.values()),
         )
 
 
 def memory(steps: int, episodes: int) -> None:
-    root = Path(tempfile.mkdtemp(prefix="agents-"))
-    words = ["experiment=quickstart", "cluster=local", f"root={root}", "name=run", f"steps={steps}"]
-    words += [f"agent.function={HERE}:slow", f"agent.concurrency={episodes}", f"reward.function={HERE}:reward"]
+    words = [f"steps={steps}", f"agent.function={HERE}:slow", f"agent.concurrency={episodes}"]
+    words += [f"reward.function={HERE}:reward", "evaluation.prompts=0", "rollout.max_tokens=160"]
     # With a staleness of one, twice the groups of a step are under way.
     words += ["max_staleness=1", f"flow.groups_per_step={episodes // 16}", "rollout.group_size=8"]
-    words += [f"engine.max_batch={episodes}", "evaluation.prompts=0", "rollout.max_tokens=160"]
-    seen: list[tuple[float, dict[str, float]]] = []
-    with (root / "output").open("wb") as output:
-        process = subprocess.Popen([*runs.HERE, "run", *words], stdout=output, stderr=output)
-        while process.poll() is None:
-            with suppress(FileNotFoundError, json.JSONDecodeError):
-                seen.append((time.time(), _sizes(root / "run" / "actors.json")))
-            time.sleep(LOOK_S)
-    if process.returncode:
-        raise SystemExit(f"the run ended with {process.returncode}: {root / 'output'}")
-    events = [json.loads(line) for line in (root / "run" / "events.jsonl").read_text().splitlines()]
-    updates = [event["time"] for event in events if event["kind"] == "update"]
-    begun, ended = updates[0], updates[-1]
-    names = sorted({name for _, found in seen for name in found})
-    _row("quarter", *(f"{name} MB" for name in names))
+    directory, looks = _watched(*words, f"engine.max_batch={episodes}")
+    begun, *_, ended = _updates(directory)
+    names = sorted({name for look in looks for name in look.megabytes})
+    _row("quarter", *(f"{name}, MB" for name in names))
     _row(*["---:"] * (1 + len(names)))
     for part in range(PARTS):
         low, high = (begun + (ended - begun) * share / PARTS for share in (part, part + 1))
-        inside = [found for at, found in seen if low <= at < high]
+        inside = [look.megabytes for look in looks if low <= look.time < high]
         medians = [statistics.median(found.get(name, 0.0) for found in inside) for name in names]
         _row(str(part + 1), *(f"{median:.0f}" for median in medians))
-    played = runs.steady(root / "run").samples_per_second
+    played = runs.steady(directory).samples_per_second
     print(f"{played:.1f} episodes a second, of {TOOL_S} s in tools each; up to {episodes} at a time")
 
 
-def _sizes(actors: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for role, pid in json.loads(actors.read_text()).items():
+def _watched(*overrides: str) -> tuple[Path, list[Look]]:
+    """A run, and its processes at each second of it."""
+    root, looks = Path(tempfile.mkdtemp(prefix="agents-")), list[Look]()
+    words = ["experiment=quickstart", "cluster=local", f"root={root}", "name=run", *overrides]
+    with (root / "output").open("wb") as output:
+        process = subprocess.Popen([*runs.HERE, "run", *words], stdout=output, stderr=output)
+        while process.poll() is None:
+            with suppress(psutil.Error):
+                looks.append(_look(psutil.Process(process.pid)))
+            time.sleep(LOOK_S)
+    if process.returncode:
+        raise SystemExit(f"the run ended with {process.returncode}: {root / 'output'}")
+    return root / "run", looks
+
+
+def _updates(directory: Path) -> list[float]:
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return [event["time"] for event in events if event["kind"] == "update"]
+
+
+def _look(run: psutil.Process) -> Look:
+    found = Look(time.time(), defaultdict(float), defaultdict(float))
+    for process in (run, *run.children(recursive=True)):
         with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            found[role] = process.memory_info().rss / 1e6
-            if children := process.children(recursive=True):
-                found[f"{role}'s children"] = sum(child.memory_info().rss for child in children) / 1e6
+            role, used = _role(process.cmdline()), process.cpu_times()
+            found.megabytes[role] += process.memory_info().rss / 1e6
+            found.cpu_s[role] += used.user + used.system
     return found
+
+
+def _role(words: Sequence[str]) -> str:
+    if words[0].startswith("ray::"):  # Ray's titles: ray::GatewayActor, while it is called ray::GatewayActor.play
+        name = words[0].removeprefix("ray::").partition(".")[0].rpartition(":")[2]
+        return name if name.endswith("Actor") else "Ray"
+    modules = {"asyncrl.user_code.harness_worker": "harness", "asyncrl.user_code.worker": "reward function"}
+    named = (role for module, role in modules.items() if module in words)
+    return next(named, "driver" if runs.HERE[-1] in words else "Ray")
 
 
 def _row(*cells: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,13 +42,15 @@ class OpenEpisode:
         self._empty_answers = 0
         self._over = False
 
-    async def answer(self, call: Call) -> Answers:
-        """Sample the replies. Raises CallError; cancelling it drops the call."""
+    async def answer(self, call: Call, *, unless: asyncio.Future[Any] | None = None) -> Answers:
+        """Sample the replies. Raises CallError; cancelling it drops the call, and so does `unless` once it is done."""
         if self._over:
             raise AbortedError
         task = asyncio.create_task(self._answer(call))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        if unless is not None:
+            unless.add_done_callback(lambda _: task.cancel())
         try:
             return await task
         except asyncio.CancelledError:

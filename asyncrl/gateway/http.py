@@ -80,7 +80,7 @@ class HttpServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
             self._serve,
-            http="h11",
+            http="h11",  # bounds the head of a request, which needs no key; httptools takes 0.2 ms less and does not
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -155,19 +155,15 @@ async def _answer(request: Request, episode: OpenEpisode, path: str) -> Response
 
 async def _while_connected(request: Request, episode: OpenEpisode, asked: ApiRequest) -> Answers:
     """The answers; a client that goes away cancels its call."""
-    answering = asyncio.create_task(episode.answer(asked.call(episode.history)))
     leaving = asyncio.ensure_future(request.receive())  # the body is read, so nothing else comes
     try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            raise ClientDisconnect
-        return answering.result()
+        return await episode.answer(asked.call(episode.history), unless=leaving)
+    except asyncio.CancelledError:
+        if leaving.done():
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (answering, leaving):
-            task.cancel()
-        await asyncio.wait((answering, leaving))
-        if answering.done() and not answering.cancelled():
-            answering.exception()
+        leaving.cancel()
 
 
 async def _body(request: Request) -> bytes:

@@ -1,12 +1,15 @@
 """Chat templates: token for token what transformers makes of the same files."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncrl.config import Rollout
-from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.data.tokenizer import ChatTemplate, load_tokenizer
 from asyncrl.errors import CheckpointError
 from asyncrl.types import Prompt
 from tests.support.tiny_chat import CHATML, END, START, chat_ids, save_chat_tokenizer
@@ -31,6 +34,7 @@ TEMPLATES = {
         "{% if tools is not none or documents is not none %}{{ raise_exception('no tools here') }}{% endif %}"
     ),
 }
+ADDRESS = re.compile(r"0x[0-9a-f]+")
 CHAT, HI = Rollout(chat=True), Prompt(uid="", text="Hi")
 QUESTIONS = ["1 + 1 =", "  blanks\n\n\tand\nlines  ", f"<b>ünïcödé</b> & 'quotes' {START}user {END}"]
 
@@ -92,3 +96,31 @@ def test_refusals(tmp_path: Path, template: str | None, said: str) -> None:
     assert tokenizer.encode("Hi")  # without a chat nobody looks at the template
     with pytest.raises(CheckpointError, match=said):
         tokenizer.encode_prompt(HI, CHAT)
+
+
+ACCESSES = [
+    "m.role", "m.absent", "m.absent is defined", "m.absent.deeper", "m.items() | list", "m.copy", "m['items']",
+    "m._private", "m.__class__", "m.content.strip()", "m.content.__class__.__mro__", "m.update({})",
+    "m.content.format(m)", "ns.seen", "ns.absent is defined", "ns.__class__", "ns.__init__", "messages.append(m)",
+    "messages.index(m)", "m.calls[0].name", "'{0.__class__}'.format(m)", "cycler.__init__", "m.update is defined",
+    "m.fromkeys('ab')", "m.items.__self__",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_templates_reach_what_the_sandbox_of_jinja2_lets_them(access: str) -> None:
+    message = {"role": "user", "content": " {0} ", "calls": [{"name": "f"}]}
+    message |= {"items": "hidden", "_private": "mine", "__class__": "faked"}
+    source = "{% set ns = namespace(seen=1) %}{% for m in messages %}[{{ " + access + " }}]{% endfor %}"
+    messages = [message, {**message, "role": "assistant"}]  # the second meets what was decided for the first
+
+    def outcome(render: Callable[[], str]) -> str:
+        try:
+            return ADDRESS.sub("", render())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    theirs = ImmutableSandboxedEnvironment().from_string(source)
+    ours = ChatTemplate(source, {})
+    expected = outcome(lambda: theirs.render(messages=messages))
+    assert [outcome(lambda: ours.render_messages(messages)) for _ in range(2)] == [expected] * 2

@@ -84,6 +84,16 @@ def test_a_body_has_a_limit(gateway: RunningGateway, monkeypatch: pytest.MonkeyP
     assert (found.status_code, found.json()["error"]["type"]) == (413, "request_too_large")
 
 
+def test_the_head_of_a_request_has_a_limit(gateway: RunningGateway) -> None:
+    """It is read before there is a key to look at."""
+    port = int(gateway.server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nendless: ")
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            stranger.sendall(b"a" * 30_000_000)
+    assert post(gateway.open(Script("yes"))).status_code == 200
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b"\xff", b"[" * 100_000, b"null"])
 def test_a_body_that_is_no_call(gateway: RunningGateway, body: bytes) -> None:
     found = post(gateway.open(Script()), content=body, json=None)
