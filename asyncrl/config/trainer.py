@@ -49,7 +49,7 @@ class Trainer(Settings, frozen=True):
     group, and between the groups the gradient of a step. Divides `ranks`."""
     context_parallel: Positive = 1
     """So many ranks compute each batch together, every one some of its tokens (Ulysses): for completions whose
-    activations one GPU cannot hold. Divides `ranks` and the number of the model's attention heads."""
+    activations one GPU cannot hold. Divides `ranks`."""
     expert_parallel: Positive = 1
     """So many ranks have every expert of a layer once between them, and tokens travel to those that have theirs; for
     mixtures of experts. Divides the ranks of a replica, which in turn divide the number of experts."""

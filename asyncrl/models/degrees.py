@@ -17,13 +17,6 @@ def degree_problems(trainer: Trainer, model: ModelConfig) -> Iterator[str]:
                     f"transformers: set trainer.{name}=1"
                 )
         return
-    if model.heads % context:
-        fits = [degree for degree in range(1, trainer.ranks + 1) if trainer.ranks % degree == model.heads % degree == 0]
-        yield (
-            f"trainer.context_parallel={context} does not divide the {model.heads} attention heads of the model, of "
-            f"which each rank computes as many: with trainer.ranks={trainer.ranks} set it to "
-            f"{' or '.join(map(str, fits))}"
-        )
     if experts == 1:
         return
     if model.experts is None:

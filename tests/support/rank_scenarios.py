@@ -5,7 +5,7 @@ import resource
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -40,11 +40,11 @@ ON_A_CARD = 1e-4
 """fp32 sums there have another order in batches of another size; the scores of experts are the most sensitive."""
 
 
-def make_models(folder: Path) -> Path:
+def make_models(folder: Path, **changes: Any) -> Path:
     """What the scenes train."""
-    tiny_checkpoint(folder / TIED, "qwen2")
-    tiny_checkpoint(folder / UNTIED, "qwen3")
-    tiny_checkpoint(folder / EXPERTS, "qwen3_moe")
+    tiny_checkpoint(folder / TIED, "qwen2", **changes)
+    tiny_checkpoint(folder / UNTIED, "qwen3", **changes)
+    tiny_checkpoint(folder / EXPERTS, "qwen3_moe", **changes)
     return folder
 
 
