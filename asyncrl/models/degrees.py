@@ -11,7 +11,7 @@ def degree_problems(trainer: Trainer, model: ModelConfig) -> Iterator[str]:
     context, experts = trainer.context_parallel, trainer.expert_parallel
     if model.backend == "transformers":
         for name, degree in (("context_parallel", context), ("expert_parallel", experts)):
-            if degree > 1:
+            if degree != 1:
                 yield (
                     f"trainer.{name}={degree} needs our own decoder, and this model ({model.family}) is computed by "
                     f"transformers: set trainer.{name}=1"

@@ -59,6 +59,8 @@ class Batch(NamedTuple):
     """Of one rank."""
     spread: float = 1.0
     """Tokens that attention sees, over tokens: the answers of a group each see their common prompt."""
+    ranks: int = 1
+    """That share it."""
 
 
 class TrainingMemory(NamedTuple):
@@ -164,9 +166,8 @@ def training_memory(
     critic = 0 if run.algorithm.critic_rate is None else critic_parameters(model)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
     ends = 3 * FLOAT * model.hidden_size + 2 * (BF16 if narrow else FLOAT) * model.head_dim
-    ranks = run.trainer.context_parallel
-    heads, kv_heads = most_heads(model.heads, model.kv_heads, ranks)
-    model = msgspec.structs.replace(model, heads=ranks * heads, kv_heads=ranks * kv_heads)
+    heads, kv_heads = most_heads(model.heads, model.kv_heads, batch.ranks)
+    model = msgspec.structs.replace(model, heads=batch.ranks * heads, kv_heads=batch.ranks * kv_heads)
     layer = layer_bytes(model, batch.spread, narrow=narrow, compiled=compiled)
     short = recomputed_bytes(model, narrow=narrow, compiled=compiled)
     again = layer if recomputed else 0
@@ -266,7 +267,8 @@ def recomputed_layers(run: Run, model: ModelConfig, card: int | None, *, compile
         return model.layers * wanted if isinstance(wanted, bool) else min(wanted, model.layers)
     if card is None:
         return 0
-    share, batch = engine_share(run), Batch(run.trainer.token_budget, AUTO_SPREAD)
+    ranks = run.trainer.context_of(run.most_tokens)
+    share, batch = engine_share(run), Batch(run.trainer.token_budget, AUTO_SPREAD, ranks)
     room = AUTO_SHARE * ((1 - share) * card - (VERSIONS * published_bytes(run, model) if share else 0))
     for layers in range(model.layers):
         if training_memory(run, model, batch, recomputed=layers, compiled=compiled).peak <= room:

@@ -162,8 +162,8 @@ def test_heads_travel_to_their_ranks_and_back() -> None:
     assert isclose(exchange_seconds(DENSE, TrainerCost(context_parallel=2), LINKS, 5), 3 * 2 * (200 + 100) / 100)
     # Two heads of keys for four ranks: they are sent twice.
     assert isclose(exchange_seconds(DENSE, TrainerCost(context_parallel=4), LINKS, 5), 3 * 2 * (600 + 200) * 0.75 / 100)
-    # Three ranks have one, one and two of the four: the last sends and receives the most.
-    assert isclose(exchange_seconds(DENSE, TrainerCost(context_parallel=3), LINKS, 5), 3 * 2 * (600 + 300) * 2 / 3 / 100)
+    # Three ranks have one, one and two of the four: the last receives 600 bytes and sends 300.
+    assert isclose(exchange_seconds(DENSE, TrainerCost(context_parallel=3), LINKS, 5), 3 * 2 * 900 * 2 / 3 / 100)
 
 
 def test_a_backward_is_two_forwards_and_one_more_recomputes() -> None:

@@ -20,7 +20,7 @@ from asyncrl.config.trainer import Lora
 from asyncrl.errors import RankError, StorageError
 from asyncrl.models.collectives import RankGroup
 from asyncrl.training import checkpoint
-from asyncrl.training.batches import block, pack
+from asyncrl.training.batches import block, by_degree, pack
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.export import likeliest
@@ -130,15 +130,43 @@ def log_probs(ranks: Ranks, folder: Path) -> None:
             turns = [Segment.sampled([3, 1, 4], [-3.0] * 3, 0), Segment.given([1, 5] * length + [9, 2])]
             blocks = [block(_with_turns(group, turns), [1.0] * 4) for group in make_groups(2, length)]
             for batch in pack(blocks, 120):
-                assert ranks.context is not None
-                found = several.token_logprobs(batch.shared(ranks.context).to(several.device))
+                group = ranks.contexts[max(ranks.contexts)]
+                assert group is not None
+                found = several.token_logprobs(batch.shared(group).to(several.device))
                 gap = (found - one.token_logprobs(batch.to(one.device))).detach().abs().max()
                 assert float(gap) < 1e-5, (model, length)
 
 
+def degrees_by_length(ranks: Ranks, folder: Path) -> None:
+    """Twenty steps: short completions on one rank each, longer ones on more, and the whole step is that of one rank.
+    Of some groups a rank has completions of both kinds, of one sample there is work for some ranks only."""
+    degrees, budget = list(ranks.contexts), 60 // ranks.world
+    run = msgspec.structs.replace(RUN, trainer=Trainer(lr=1e-3, token_budget=budget))
+    lone = [msgspec.structs.replace(make_groups(1)[0], trajectories=make_groups(1)[0].trajectories[1:2])]
+    blocks = [block(group, [1.0] * 4) for group in make_groups(3)]
+    assert list(by_degree(blocks, budget, degrees)) == degrees == [n for n in (1, 2, 4) if n <= ranks.world]
+    chosen: list[Algorithm] = [PPO, ReinforcePp(kl=Kl(coefficient=0.1, placement="reward")), Grpo(entropy=0.1)]
+    scenes = [(msgspec.structs.replace(run, algorithm=algorithm), TIED, 3) for algorithm in chosen]
+    scenes += [(run, TIED, 20), (msgspec.structs.replace(run, rollout=Rollout(router_replay="on")), EXPERTS, 3)]
+    for run_of_it, model, steps in scenes:
+        one, several = _both(folder, ranks, run_of_it, model)
+        learns_from_one = run_of_it.algorithm.entropy > 0  # which has no advantage
+        for seed in range(steps):
+            for learner in (one, several):
+                learner.accumulate(lone if learns_from_one and not seed else make_groups(3, seed))
+            if isinstance(run_of_it.algorithm, Grpo):  # the others compute all of it in the step
+                _close(one, several, (10 if seed else 1) * _exact(one))
+            mine, theirs = one.step(), several.step()
+            assert abs(mine.loss - theirs.loss) <= 1e-5
+            assert abs(mine.grad_norm - theirs.grad_norm) <= 1e-4 * max(1, mine.grad_norm)
+            for name, value in mine.figures.items():
+                assert abs(value - theirs.figures[name]) < 1e-4 * max(1, abs(value)), name
+            assert [share.tokens for share in mine.shares] == [share.tokens for share in theirs.shares]
+
+
 def balancing(ranks: Ranks, folder: Path) -> None:
     """A load-balancing loss over batches, which are those of one rank where all ranks share them."""
-    assert ranks.shares == 1
+    assert list(ranks.contexts) == [ranks.world]
     run = msgspec.structs.replace(RUN, algorithm=Grpo(router_aux_loss=0.5, entropy=0.01))
     one, several = _both(folder, ranks, run, EXPERTS)
     for learner in (one, several):
