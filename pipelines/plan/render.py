@@ -237,11 +237,10 @@ def _degrees(run: Run) -> list[str]:
     trainer = run.trainer
     fewest, most = trainer.context_degrees[0], trainer.context_degrees[-1]
     found = [f"{trainer.replicas} replicas of {trainer.ranks_per_replica}"] * (trainer.replicas > 1)
-    found += [f"{fewest} to {most} ranks share a batch" if fewest < most else f"{most} ranks share a batch"] * (
-        most > 1
-    )
-    experts = trainer.expert_parallel
-    found += [f"{experts} ranks share the experts of a layer"] * (experts > 1)
+    if most > 1:
+        found.append(f"{most} ranks share a batch" if fewest == most else f"{fewest} to {most} ranks share a batch")
+    if (experts := trainer.expert_parallel) > 1:
+        found.append(f"{experts} ranks share the experts of a layer")
     return [", ".join(found)] * bool(found)
 
 

@@ -141,20 +141,21 @@ def degrees_by_length(ranks: Ranks, folder: Path) -> None:
     """Twenty steps: short completions on one rank each, longer ones on more, and the whole step is that of one rank.
     Of some groups a rank has completions of both kinds, of one sample there is work for some ranks only."""
     degrees, budget = list(ranks.contexts), 60 // ranks.world
-    run = msgspec.structs.replace(RUN, trainer=Trainer(lr=1e-3, token_budget=budget))
-    lone = [msgspec.structs.replace(make_groups(1)[0], trajectories=make_groups(1)[0].trajectories[1:2])]
-    blocks = [block(group, [1.0] * 4) for group in make_groups(3)]
+    blocks = [block(group, [1.0] * 4) for group in make_groups(2)]
     assert list(by_degree(blocks, budget, degrees)) == degrees == [n for n in (1, 2, 4) if n <= ranks.world]
+    replayed = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"))
     chosen: list[Algorithm] = [PPO, ReinforcePp(kl=Kl(coefficient=0.1, placement="reward")), Grpo(entropy=0.1)]
-    scenes = [(msgspec.structs.replace(run, algorithm=algorithm), TIED, 3) for algorithm in chosen]
-    scenes += [(run, TIED, 20), (msgspec.structs.replace(run, rollout=Rollout(router_replay="on")), EXPERTS, 3)]
-    for run_of_it, model, steps in scenes:
-        one, several = _both(folder, ranks, run_of_it, model)
-        learns_from_one = run_of_it.algorithm.entropy > 0  # which has no advantage
+    scenes = [(msgspec.structs.replace(RUN, algorithm=algorithm), TIED, 2) for algorithm in chosen]
+    for run, model, steps in [*scenes, (RUN, TIED, 20), (replayed, EXPERTS, 2)]:
+        cut = msgspec.structs.replace(run, trainer=Trainer(lr=run.trainer.lr, token_budget=budget))
+        one, several = Learner(folder / model, run), Learner(folder / model, cut, ranks)
         for seed in range(steps):
+            groups = make_groups(2, seed)
+            if run.algorithm.entropy and seed:  # a sample without an advantage
+                groups = [msgspec.structs.replace(groups[0], trajectories=groups[0].trajectories[1:2])]
             for learner in (one, several):
-                learner.accumulate(lone if learns_from_one and not seed else make_groups(3, seed))
-            if isinstance(run_of_it.algorithm, Grpo):  # the others compute all of it in the step
+                learner.accumulate(groups)
+            if isinstance(run.algorithm, Grpo) and seed < 2:  # the others compute all of it in the step
                 _close(one, several, (10 if seed else 1) * _exact(one))
             mine, theirs = one.step(), several.step()
             assert abs(mine.loss - theirs.loss) <= 1e-5
