@@ -140,7 +140,7 @@ def log_probs(ranks: Ranks, folder: Path) -> None:
 def degrees_by_length(ranks: Ranks, folder: Path) -> None:
     """Twenty steps: short completions on one rank each, longer ones on more, and the whole step is that of one rank.
     Of some groups a rank has completions of both kinds, of one sample there is work for some ranks only."""
-    degrees, budget = list(ranks.contexts), 60 // ranks.world
+    degrees, budget = list(ranks.contexts), 18
     blocks = [block(group, [1.0] * 4) for group in make_groups(2)]
     assert list(by_degree(blocks, budget, degrees)) == degrees == [n for n in (1, 2, 4) if n <= ranks.world]
     replayed = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"))
