@@ -47,9 +47,10 @@ class Trainer(Settings, frozen=True):
     replicas: Positive = 1
     """The ranks form so many groups, each with every weight once between its ranks (HSDP). Weights travel inside a
     group, and between the groups the gradient of a step. Divides `ranks`."""
-    context_parallel: Positive = 1
+    context_parallel: Positive | Literal["auto"] = 1
     """So many ranks compute each batch together, every one some of its tokens (Ulysses): for completions whose
-    activations one GPU cannot hold. Divides `ranks` and the number of the model's attention heads."""
+    activations one GPU cannot hold. Divides `ranks`. `auto` chooses for each batch: as few ranks as its longest
+    completion needs for at most `token_budget` tokens each."""
     expert_parallel: Positive = 1
     """So many ranks have every expert of a layer once between them, and tokens travel to those that have theirs; for
     mixtures of experts. Divides the ranks of a replica, which in turn divide the number of experts."""
@@ -82,6 +83,23 @@ class Trainer(Settings, frozen=True):
         """That have every weight once between them."""
         return self.ranks // self.replicas
 
+    @property
+    def context_degrees(self) -> list[int]:
+        """How many ranks may share a batch, in order."""
+        if self.context_parallel == "auto":
+            return [degree for degree in range(1, self.ranks + 1) if self.ranks % degree == 0]
+        return [self.context_parallel]
+
+    def context_of(self, tokens: int) -> int:
+        """How many ranks share a batch with a completion of so many tokens, its prompt included."""
+        return fewest_ranks(self.context_degrees, self.token_budget, tokens)
+
+
+def fewest_ranks(degrees: Collection[int], token_budget: int, tokens: int) -> int:
+    """The first of these degrees, which are in order, that leaves each rank at most `token_budget` of the tokens of a
+    completion; the last, if none does."""
+    return next((degree for degree in degrees if degree * token_budget >= tokens), max(degrees))
+
 
 def check_targets(lora: Lora, known: Collection[str], model: str) -> None:
     """Refuse names of layers that the model has not."""
@@ -102,7 +120,7 @@ def check_trainer(run: "Run") -> None:
     _check_degree(run, "context_parallel", "ranks that share a batch")
     _check_degree(run, "expert_parallel", "ranks that share the experts of a layer")
     _check_replicas(run.trainer)
-    if run.trainer.context_parallel > 1 and run.drafter.from_trainer:
+    if run.trainer.context_degrees[-1] > 1 and run.drafter.from_trainer:
         raise ConfigError(
             f"trainer.context_parallel={run.trainer.context_parallel} cuts completions, and drafter={run.drafter.kind} "
             "learns from hidden states of whole ones in the trainer; set drafter.training.source=rollout, or "
@@ -136,7 +154,7 @@ def _check_degree(run: "Run", name: str, what: str) -> None:
     degree = getattr(run.trainer, name)
     if degree == 1:
         return
-    if (ranks := run.trainer.ranks) % degree:
+    if degree != "auto" and (ranks := run.trainer.ranks) % degree:
         raise ConfigError(
             f"trainer.{name}={degree} is the number of {what}, and does not divide trainer.ranks={ranks}; set "
             f"trainer.ranks={-(-ranks // degree) * degree}, or trainer.{name}=1"

@@ -11,19 +11,12 @@ def degree_problems(trainer: Trainer, model: ModelConfig) -> Iterator[str]:
     context, experts = trainer.context_parallel, trainer.expert_parallel
     if model.backend == "transformers":
         for name, degree in (("context_parallel", context), ("expert_parallel", experts)):
-            if degree > 1:
+            if degree != 1:
                 yield (
                     f"trainer.{name}={degree} needs our own decoder, and this model ({model.family}) is computed by "
                     f"transformers: set trainer.{name}=1"
                 )
         return
-    if model.heads % context:
-        fits = [degree for degree in range(1, trainer.ranks + 1) if trainer.ranks % degree == model.heads % degree == 0]
-        yield (
-            f"trainer.context_parallel={context} does not divide the {model.heads} attention heads of the model, of "
-            f"which each rank computes as many: with trainer.ranks={trainer.ranks} set it to "
-            f"{' or '.join(map(str, fits))}"
-        )
     if experts == 1:
         return
     if model.experts is None:

@@ -80,7 +80,7 @@ def calibrate(directory: RunDirectory, run: Run) -> Profile:
             per_step=_per_step(takes, publications, events),
             per_ask=_per_ask(takes, left),
             token_budget=run.trainer.token_budget,
-            context_parallel=run.trainer.context_parallel,
+            context_parallel=run.trainer.context_of(round(fmean(each.prompt + each.tokens for each in samples))),
             expert_parallel=run.trainer.expert_parallel,
         ),
         sync=SyncCost(seconds=fmean(each.seconds for each in publications.values()) if publications else 0.0),

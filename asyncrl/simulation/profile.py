@@ -276,12 +276,8 @@ class Profile(Settings, frozen=True):
             return
         if self.model is None:
             raise ValueError("hardware says how fast machines are, and model is missing: give its sizes")
-        for name, degree, what, many in (
-            ("context_parallel", self.trainer.context_parallel, "heads", self.model.heads),
-            ("expert_parallel", self.trainer.expert_parallel, "experts", self.model.experts or 1),
-        ):
-            if many % degree:
-                raise ValueError(f"trainer.{name}={degree} does not divide the {many} {what} of the model")
+        if (experts := self.model.experts or 1) % (degree := self.trainer.expert_parallel):
+            raise ValueError(f"trainer.expert_parallel={degree} does not divide the {experts} experts of the model")
 
 
 def convert(raw: Mapping[str, Any]) -> Profile:

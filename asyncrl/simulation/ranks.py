@@ -14,11 +14,12 @@ The order of collectives and what travels in them is that of `asyncrl.training.d
 """
 
 from collections.abc import Callable, Sequence
-from math import ceil, gcd, lcm
+from math import ceil, lcm
 
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.models.head_shares import head_shares
 from asyncrl.simulation.collectives import Links
 from asyncrl.simulation.hardware import Hardware
 from asyncrl.simulation.profile import Affine, EngineCost, Profile, Roofline, SyncCost, TrainerCost
@@ -167,12 +168,14 @@ def expert_seconds(shape: Shape, trainer: TrainerCost, links: Links, ranks: int)
 
 def exchange_seconds(shape: Shape, trainer: TrainerCost, links: Links, tokens: float) -> float:
     """Of one batch, of which a rank has `tokens`: each of them to its experts and back, and queries, keys and values
-    to the ranks that have their heads, and the result back. A backward exchanges as much as a forward."""
+    to the ranks that have their heads, and the result back; what counts is the rank with the most heads. A backward
+    exchanges as much as a forward."""
     rounds = 2 + trainer.recompute + trainer.forwards
     row = BF16 * tokens * shape.head_dim
     ranks = trainer.context_parallel
-    kv_heads = shape.kv_heads * (ranks // gcd(ranks, shape.kv_heads))
-    heads = links.exchange(row * (shape.heads + 2 * kv_heads), ranks) + links.exchange(row * shape.heads, ranks)
+    shares = head_shares(shape.heads, shape.kv_heads, ranks)
+    there, back = max(share.num_sent for share in shares), max(share.num_queries for share in shares)
+    heads = links.exchange(row * ranks * there, ranks) + links.exchange(row * ranks * back, ranks)
     sent = BF16 * tokens * shape.active * shape.hidden
     return rounds * shape.layers * (heads + 2 * links.exchange(sent, trainer.expert_parallel))
 

@@ -151,8 +151,7 @@ class TokenAdvantages:
             if self._critic is not None:
                 self._critic.learn(batch, advantages[-1] + value_L)
         if advantages and credit.whiten:
-            advantages = self._whitened([found for b, found in zip(batches, advantages, strict=True) if not b.idle])
-            advantages += [batch.advantage_L for batch in batches if batch.idle]  # which come last
+            advantages = self._whitened(batches, advantages)
         return [replace(batch, advantage_L=found) for batch, found in zip(batches, advantages, strict=True)]
 
     def _estimated(self, batch: PackedBatch, value_L: Tensor) -> Tensor:
@@ -161,11 +160,12 @@ class TokenAdvantages:
             return batch.advantage_L  # every token has the reward of its sample to come
         return gae(self._rewards(batch), value_L, batch.lengths, credit.discount, credit.trace)
 
-    def _whitened(self, advantages: Sequence[Tensor]) -> list[Tensor]:
+    def _whitened(self, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
         """Over the shares of all ranks."""
         if self._ranks.world == 1:
             return whitened(advantages)
-        mine = b"".join(part.cpu().numpy().tobytes() for part in advantages if self._ranks.reports)
+        told = [part for b, part in zip(batches, advantages, strict=True) if b.reports and not b.idle]
+        mine = b"".join(part.cpu().numpy().tobytes() for part in told)
         parts = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in self._ranks.exchange(mine) if part]
         everything = torch.cat(parts)
         return [standardized(part, everything.to(part.device)) for part in advantages]

@@ -13,7 +13,7 @@ Where routes are replayed, each of the T tokens has its own: those that an engin
 here. A prompt is computed once, so it has the routes of the first trajectory.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncrl.config.trainer import fewest_ranks
 from asyncrl.data.episodes import Path, Places, Tree, predicting_tree
 from asyncrl.errors import RouteError
 from asyncrl.models.collectives import RankGroup
@@ -149,6 +150,11 @@ class PackedBatch:
         here = self.tokens_T, self.positions_T, self.predict_L, self.target_L, self.routes_T_L_C
         return Part(*here, teacher_top_L_X=self.teacher_top_L_X)
 
+    @property
+    def reports(self) -> bool:
+        """Whether its figures are this rank's to tell: of ranks that share it the first does."""
+        return self.part is None or self.part.group is None or self.part.group.rank == 0
+
     def shared(self, group: RankGroup) -> "PackedBatch":
         """Of a batch on the host: the ranks of the group compute it together."""
         return replace(self, part=self.here.of(group))
@@ -256,6 +262,19 @@ def share(
     filled = [list(_filled(parts, token_budget, packing)) for parts in shares]
     own = [_batch(chosen) for chosen in filled[rank]]
     return own + [IDLE] * (max(map(len, filled)) - len(own))
+
+
+def by_degree(blocks: Iterable[Block], token_budget: int, degrees: Collection[int]) -> dict[int, list[Block]]:
+    """Answers by how many ranks share them: as few as leave each at most so many tokens."""
+    found: dict[int, list[Block]] = {}
+    for whole in blocks:
+        answers: dict[int, list[Answer]] = {}
+        for answer in whole.answers:
+            tokens = len(whole.prompt) + answer.num_computed(len(whole.prompt))
+            answers.setdefault(fewest_ranks(degrees, token_budget, tokens), []).append(answer)
+        for number, chosen in answers.items():
+            found.setdefault(number, []).append(replace(whole, answers=chosen))
+    return dict(sorted(found.items()))
 
 
 def _laid_out(blocks: Iterable[Block], packing: Packing) -> Sequence[Block]:

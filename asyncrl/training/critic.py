@@ -56,7 +56,7 @@ class Critic(nn.Module):
     def learn(self, batch: PackedBatch, return_L: Tensor) -> None:
         loss = losses.critic(self(batch), return_L).sum() * (not batch.idle)
         loss.backward()
-        self.loss += float(loss.detach())
+        self.loss += float(loss.detach()) * batch.reports
 
     def step(self, tokens: int, *, frozen: bool) -> dict[str, float]:
         """Update from what was learned since the last step, unless the step is skipped."""

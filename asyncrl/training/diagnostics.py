@@ -220,10 +220,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 def of_all(ranks: Ranks, mine: RankStats) -> RankStats:
-    """Everything added up, the same on every rank; of ranks that share their batches the first has the figures.
-    RankError, on every rank, if one received other tokens than were sent."""
-    if not ranks.reports:
-        mine = RankStats(0.0, 0.0, mine.fault, {}, [], None, mismatch=mine.mismatch)
+    """Everything added up, the same on every rank. RankError, on every rank, if one received other tokens than were
+    sent."""
     observed = [(_packed(part.columns_5_L), _packed(part.columns_3_S), part.precisions) for part in mine.observed]
     load = None if mine.expert_load is None else mine.expert_load.tolist()
     message = _Message(

@@ -44,6 +44,8 @@ def predicting_states(
 ) -> Tensor:
     """The hidden state from which each sampled token of this rank's part was predicted."""
     here, narrow = batch.here, settings.dtype == "bf16"
+    if here.group is not None:  # attention over ranks is no operation that can be compiled
+        execution = execution._replace(flash=False)
     taps = None if tap is None else tap.taps()
     with torch.autocast(batch.tokens_T.device.type, dtype=torch.bfloat16, enabled=narrow):
         hidden_T = model.states(

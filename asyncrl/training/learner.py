@@ -36,7 +36,7 @@ from asyncrl.system.compiler import compiles
 from asyncrl.training import memory
 from asyncrl.training.adamw import AdamW
 from asyncrl.training.advantages import TokenAdvantages, with_advantages
-from asyncrl.training.batches import Block, PackedBatch, block, share
+from asyncrl.training.batches import Block, PackedBatch, block, by_degree, share
 from asyncrl.training.critic import Critic
 from asyncrl.training.device import training_device
 from asyncrl.training.diagnostics import (
@@ -188,8 +188,9 @@ class Learner:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         compile = compiles(self._settings.compile, self.device.type)
         whole = self.model_config.experts is None and self.model_config.backend == "native"
-        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole and self.ranks.context is None
-        again = memory.recomputed_layers(self._run, self.model_config, card, compiled=compile and flash)
+        flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole
+        fused = compile and flash and max(self.ranks.contexts) == 1
+        again = memory.recomputed_layers(self._run, self.model_config, card, compiled=fused)
         return Execution(again, compile, flash, their_layers=self._settings.compile == "on")
 
     def _reset(self) -> None:
@@ -250,16 +251,13 @@ class Learner:
 
     def _batches(self, blocks: Sequence[Block]) -> list[PackedBatch]:
         """This rank's, on its device."""
-        own = share(blocks, self._token_budget, self.ranks.share, self.ranks.shares, self.model.packing)
-        if self.ranks.context is not None:
-            own = [batch.shared(self.ranks.context) for batch in own]
-        return [batch.to(self.device) for batch in own]
-
-    @property
-    def _token_budget(self) -> int:
-        """Of a batch: that of every rank which shares it."""
-        context = self.ranks.context
-        return self._settings.token_budget * (1 if context is None else context.size)
+        found: list[PackedBatch] = []
+        ranks, budget = self.ranks, self._settings.token_budget
+        for degree, chosen in by_degree(blocks, budget, ranks.contexts).items():
+            own = share(chosen, degree * budget, ranks.rank // degree, ranks.world // degree, self.model.packing)
+            group = ranks.contexts[degree]
+            found += own if group is None else [batch.shared(group) for batch in own]
+        return [batch.to(self.device) for batch in found]
 
     @property
     def _left_out(self) -> bool:
@@ -286,21 +284,21 @@ class Learner:
         if output.divergence_L is not None:
             loss_L = loss_L + self._run.distill.coefficient * output.divergence_L
             signal_L = signal_L + output.divergence_L.detach()
-            self._add({"teacher_divergence": output.divergence_L.detach().sum()})
+            self._add(batch, {"teacher_divergence": output.divergence_L.detach().sum()})
         loss_L = corrected.weight_L * loss_L
         if self._reference is not None and self._algorithm.kl.placement == "loss":
             with torch.no_grad():
                 reference_L = self._reference(batch).logp_L
             penalty_L = losses.kl(self._algorithm.kl.estimator, output.logp_L, reference_L)
             loss_L = loss_L + self._algorithm.kl.coefficient * penalty_L
-            self._add({"reference_kl": penalty_L.detach().sum()})
+            self._add(batch, {"reference_kl": penalty_L.detach().sum()})
         if output.entropy_L is not None:
             loss_L = loss_L - self._algorithm.entropy * output.entropy_L
-            self._add({"entropy": output.entropy_L.detach().sum()})
+            self._add(batch, {"entropy": output.entropy_L.detach().sum()})
         if output.outside_L is not None:
-            self._add({"outside_support": output.outside_L.sum()})
+            self._add(batch, {"outside_support": output.outside_L.sum()})
         aux = self._observe_routing(batch, output.routing) if output.routing is not None else None
-        self._add(loss.sums | {"informative": (samples.max(signal_L) > 0).sum()})
+        self._add(batch, loss.sums | {"informative": (samples.max(signal_L) > 0).sum()})
         self._observe(batch, corrected, samples)
         self._accumulate_gradient(batch, output.logp_L, self._scaled(loss_L, samples), samples, aux)
 
@@ -313,7 +311,7 @@ class Learner:
         """With teachers, of each token by what they and the policy of this moment think of it: a sample may be old."""
         if batch.teacher_logp_L is None:
             return batch.advantage_L
-        self._add({"teacher_kl": (logp_L - batch.teacher_logp_L).sum()})
+        self._add(batch, {"teacher_kl": (logp_L - batch.teacher_logp_L).sum()})
         if self._run.distill.top_k:  # what the teacher says is the divergence in the loss
             return self._run.distill.reward * batch.advantage_L
         return towards_teacher(self._run.distill, batch.advantage_L, logp_L, batch.teacher_logp_L)
@@ -321,13 +319,14 @@ class Learner:
     def _observe_routing(self, batch: PackedBatch, routing: Routing) -> Tensor | None:
         """What the load-balancing loss, if there is one, adds to the loss of the batch."""
         load_N_X, rerouted_L, balance = routing
-        self._expert_load = load_N_X if self._expert_load is None else self._expert_load + load_N_X
+        if batch.reports:
+            self._expert_load = load_N_X if self._expert_load is None else self._expert_load + load_N_X
         if rerouted_L is not None:
-            self._add({"route_mismatch": rerouted_L.sum()})
+            self._add(batch, {"route_mismatch": rerouted_L.sum()})
         if balance is None:
             return None
         tokens = len(batch.target_L)
-        self._add({"router_aux_loss": tokens * balance.detach()})
+        self._add(batch, {"router_aux_loss": tokens * balance.detach()})
         # By its part of what the sum over the step is divided by, so that the step has the mean over its batches.
         part = tokens if self._algorithm.aggregation == "token" else len(batch.answers)
         return self._algorithm.router_aux_loss * part * balance
@@ -357,7 +356,7 @@ class Learner:
         value = float(total.detach())
         if np.isfinite(value):
             total.backward()
-            self._loss += value
+            self._loss += value * batch.reports
             return
         if self.ranks.world > 1:  # the others are in the backward already
             (logp_L.sum() * 0).backward()
@@ -366,14 +365,16 @@ class Learner:
         self._fault = f"the loss of samples {', '.join(slots[:8])} is not finite"
 
     def _observe(self, batch: PackedBatch, corrected: Corrected, samples: Samples) -> None:
+        if not batch.reports:
+            return
         precisions = [answer.precision for answer in batch.answers]
         self._observed.append(Observed.of(corrected, samples, precisions))
         self._ratios.append(Ratios(corrected.log_rho_L, samples, [answer.slot for answer in batch.answers]))
         if self._run.correction.normalizes_weights:
-            self._add({"weight": corrected.weight_L.sum(), "kept": corrected.kept_L.sum()})
+            self._add(batch, {"weight": corrected.weight_L.sum(), "kept": corrected.kept_L.sum()})
 
-    def _add(self, sums: dict[str, float | Tensor]) -> None:
-        for name, value in sums.items():
+    def _add(self, batch: PackedBatch, sums: dict[str, float | Tensor]) -> None:
+        for name, value in sums.items() if batch.reports else ():
             self._counted[name] = self._counted.get(name, 0.0) + value
 
     def step(self, guard: Callable[[StepReport], StepReport] | None = None) -> StepReport:
@@ -505,7 +506,7 @@ class Learner:
         own = 0.0
         for batch in self._batches([block(group, [0.0]) for group in groups]):
             logp_L = self._policy(batch).logp_L
-            if not batch.idle and self.ranks.reports:
+            if not batch.idle and batch.reports:
                 own -= float(logp_L.sum(dtype=torch.float64))
         self.settle()
         total = sum(float(each) for each in self.ranks.exchange(repr(own).encode()))

@@ -8,7 +8,8 @@ The peak lies in the backward, with the gradients of earlier batches there:
 
 Of several ranks each has its part of the first three, which their replica has once; whole are the embeddings, and two
 layers while they compute. Ranks that share a batch each have their part of its tokens; in attention they have all of
-them and a part of the heads, which is as much, if no key/value head is sent to several. Ranks that share experts have
+them and a part of the heads, which is as much, if heads divide and no key/value head is sent to several: what counts is
+the rank with the most. Ranks that share experts have
 their part of a layer's while it computes, and until the backward where its activations are kept; tokens are taken to be
 spread evenly over them.
 What a layer keeps is counted from its operations in `asyncrl.models.decoder`; a test holds it against the tensors
@@ -19,7 +20,6 @@ Of a model of transformers the number of weights is that of its files, and what 
 as two layers of ours with the same sizes (measured: 1.0 to 2.5, most with linear attention).
 """
 
-from math import lcm
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +28,7 @@ from asyncrl.config import Run
 from asyncrl.config.trainer import Lora
 from asyncrl.config.weights import published_adapters
 from asyncrl.models.config import GATED, ModelConfig, matrices
+from asyncrl.models.head_shares import most_heads
 from asyncrl.precision.memory import footprint
 
 FLOAT = 4
@@ -58,6 +59,8 @@ class Batch(NamedTuple):
     """Of one rank."""
     spread: float = 1.0
     """Tokens that attention sees, over tokens: the answers of a group each see their common prompt."""
+    ranks: int = 1
+    """That share it."""
 
 
 class TrainingMemory(NamedTuple):
@@ -163,7 +166,8 @@ def training_memory(
     critic = 0 if run.algorithm.critic_rate is None else critic_parameters(model)
     # The residual stream, normalised and not, the final states, and the angles' cosines and sines.
     ends = 3 * FLOAT * model.hidden_size + 2 * (BF16 if narrow else FLOAT) * model.head_dim
-    model = msgspec.structs.replace(model, kv_heads=lcm(model.kv_heads, run.trainer.context_parallel))
+    heads, kv_heads = most_heads(model.heads, model.kv_heads, batch.ranks)
+    model = msgspec.structs.replace(model, heads=batch.ranks * heads, kv_heads=batch.ranks * kv_heads)
     layer = layer_bytes(model, batch.spread, narrow=narrow, compiled=compiled)
     short = recomputed_bytes(model, narrow=narrow, compiled=compiled)
     again = layer if recomputed else 0
@@ -263,7 +267,8 @@ def recomputed_layers(run: Run, model: ModelConfig, card: int | None, *, compile
         return model.layers * wanted if isinstance(wanted, bool) else min(wanted, model.layers)
     if card is None:
         return 0
-    share, batch = engine_share(run), Batch(run.trainer.token_budget, AUTO_SPREAD)
+    ranks = run.trainer.context_of(run.most_tokens)
+    share, batch = engine_share(run), Batch(run.trainer.token_budget, AUTO_SPREAD, ranks)
     room = AUTO_SHARE * ((1 - share) * card - (VERSIONS * published_bytes(run, model) if share else 0))
     for layers in range(model.layers):
         if training_memory(run, model, batch, recomputed=layers, compiled=compiled).peak <= room:

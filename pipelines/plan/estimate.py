@@ -276,14 +276,17 @@ def beside_base(run: Run, model: ModelConfig, parameters: int, found: Footprint,
 def _largest_batch(run: Run, prompt: int) -> Batch:
     """Groups of full-length completions, as many as the budget holds; a single completion may be longer than it. Models
     of transformers have a prompt for each completion, and are estimated in any case. Ranks that share a batch have as
-    many times the budget, and each its part."""
-    context = run.trainer.context_parallel
+    many times the budget, and each its part. Where their number is chosen for each batch, one rank may have a whole one
+    of shorter completions."""
+    context = run.trainer.context_of(prompt + run.most_tokens)
     answer, budget = run.most_tokens, context * run.trainer.token_budget
     together = max(1, min(run.rollout.group_size, (budget - prompt) // answer))
     block = prompt + together * answer
     everything = run.samples_per_step // run.rollout.group_size * (prompt + run.rollout.group_size * answer)
     tokens = -(-max(block, min(budget, everything)) // context)
-    return Batch(tokens, spread=together * (prompt + answer) / block)
+    if run.trainer.context_parallel == "auto":
+        tokens = max(tokens, min(run.trainer.token_budget, everything))
+    return Batch(tokens, spread=together * (prompt + answer) / block, ranks=context)
 
 
 def size(count: float) -> str:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from asyncrl.config import Run
 from asyncrl.fleet.placement import Demand, Offer, fitting, spans_machines
 from asyncrl.models.config import GATED, ModelConfig, matrices
+from asyncrl.models.head_shares import most_heads
 from asyncrl.training.memory import BF16, FLOAT, adapter_parameters, parameters
 from pipelines.plan.estimate import size
 
@@ -43,7 +44,7 @@ def rank_traffic(run: Run, model: ModelConfig) -> RankTraffic:
 
 
 def sent(run: Run, model: ModelConfig) -> Iterator[str]:
-    """Sentences about it; none of one rank."""
+    """Sentences about it, and about whom ranks wait for; none of one rank."""
     trainer, found = run.trainer, rank_traffic(run, model)
     if trainer.ranks_per_replica > 1:
         whom = "the others of its replica" if trainer.replicas > 1 else "the others"
@@ -53,6 +54,12 @@ def sent(run: Run, model: ModelConfig) -> Iterator[str]:
         )
     if trainer.replicas > 1:
         yield f"for each step a rank receives {size(found.between)} of gradients from the other replicas"
+    if model.heads % (sharing := trainer.context_degrees[-1]):
+        most, _ = most_heads(model.heads, model.kv_heads, sharing)
+        yield (
+            f"of the {model.heads} attention heads one of {sharing} ranks that share a batch has {most}: the others "
+            "wait for it"
+        )
 
 
 def over_the_network(run: Run, demand: Demand, offer: Offer) -> str:

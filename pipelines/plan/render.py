@@ -235,9 +235,12 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
 def _degrees(run: Run) -> list[str]:
     """How its ranks divide the work, where not by samples alone."""
     trainer = run.trainer
-    degrees = ("a batch", trainer.context_parallel), ("the experts of a layer", trainer.expert_parallel)
+    fewest, most = trainer.context_degrees[0], trainer.context_degrees[-1]
     found = [f"{trainer.replicas} replicas of {trainer.ranks_per_replica}"] * (trainer.replicas > 1)
-    found += [f"{degree} ranks share {what}" for what, degree in degrees if degree > 1]
+    if most > 1:
+        found.append(f"{most} ranks share a batch" if fewest == most else f"{fewest} to {most} ranks share a batch")
+    if (experts := trainer.expert_parallel) > 1:
+        found.append(f"{experts} ranks share the experts of a layer")
     return [", ".join(found)] * bool(found)
 
 

@@ -1,6 +1,7 @@
 """Two ranks over NCCL that share one card do what one does: FSDP2, shared batches, shared experts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,8 +43,15 @@ def _several_ranks_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
             (rank_scenarios.expert_gradients, rank_scenarios.expert_steps), {"expert_parallel": 2}, id="experts"
         ),
         pytest.param((*SCENES, rank_scenarios.equal_replicas), {"replicas": 2}, id="replicas"),
+        pytest.param((rank_scenarios.degrees_by_length,), {"context_parallel": "auto"}, id="auto"),
     ],
 )
-def test_two_ranks_do_what_one_does(scenes: tuple[Scene, ...], degrees: dict[str, int], tmp_path: Path) -> None:
+def test_two_ranks_do_what_one_does(scenes: tuple[Scene, ...], degrees: dict[str, Any], tmp_path: Path) -> None:
     """Gradients in fp32 and bf16, and losses of whole steps."""
     play_well(rank_scenarios.make_models(tmp_path), scenes, 2, device="cuda", **degrees)
+
+
+def test_heads_need_not_divide(tmp_path: Path) -> None:
+    folder = rank_scenarios.make_models(tmp_path, num_attention_heads=9, num_key_value_heads=3, hidden_size=72)
+    scenes = (rank_scenarios.log_probs, rank_scenarios.gradients, rank_scenarios.bf16_gradients)
+    play_well(folder, scenes, 2, device="cuda", context_parallel=2)

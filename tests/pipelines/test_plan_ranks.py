@@ -83,3 +83,16 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
         "its replica\ntrainer: for each step a rank receives 303 kB of gradients from the other replicas\n"
     ) in shown
     assert "between machines go the gradients of a step, and weights stay inside them" in shown
+
+
+def test_the_plan_says_who_shares_a_batch(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    run = Run(trainer=Trainer(ranks=6, context_parallel="auto"), cluster="auto", root=str(tmp_path))
+    show(run, Console(file=screen, width=200), MACHINES)
+    assert "│ 1 to 6 ranks share a batch " in screen.getvalue()
+    tiny_checkpoint(tmp_path)  # four heads
+    model = read_config(tmp_path)
+    assert not any("heads" in sentence for sentence in sent(Run(trainer=Trainer(ranks=6, context_parallel=2)), model))
+    assert list(sent(Run(trainer=Trainer(ranks=6, context_parallel=3)), model))[1:] == [
+        "of the 4 attention heads one of 3 ranks that share a batch has 2: the others wait for it"
+    ]

@@ -5,7 +5,7 @@ import resource
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from asyncrl.config.trainer import Lora
 from asyncrl.errors import RankError, StorageError
 from asyncrl.models.collectives import RankGroup
 from asyncrl.training import checkpoint
-from asyncrl.training.batches import block, pack
+from asyncrl.training.batches import block, by_degree, pack
 from asyncrl.training.checkpoint import TrainingManifest
 from asyncrl.training.distributed.ranks import Ranks
 from asyncrl.training.export import likeliest
@@ -40,11 +40,11 @@ ON_A_CARD = 1e-4
 """fp32 sums there have another order in batches of another size; the scores of experts are the most sensitive."""
 
 
-def make_models(folder: Path) -> Path:
+def make_models(folder: Path, **changes: Any) -> Path:
     """What the scenes train."""
-    tiny_checkpoint(folder / TIED, "qwen2")
-    tiny_checkpoint(folder / UNTIED, "qwen3")
-    tiny_checkpoint(folder / EXPERTS, "qwen3_moe")
+    tiny_checkpoint(folder / TIED, "qwen2", **changes)
+    tiny_checkpoint(folder / UNTIED, "qwen3", **changes)
+    tiny_checkpoint(folder / EXPERTS, "qwen3_moe", **changes)
     return folder
 
 
@@ -130,15 +130,44 @@ def log_probs(ranks: Ranks, folder: Path) -> None:
             turns = [Segment.sampled([3, 1, 4], [-3.0] * 3, 0), Segment.given([1, 5] * length + [9, 2])]
             blocks = [block(_with_turns(group, turns), [1.0] * 4) for group in make_groups(2, length)]
             for batch in pack(blocks, 120):
-                assert ranks.context is not None
-                found = several.token_logprobs(batch.shared(ranks.context).to(several.device))
+                group = ranks.contexts[max(ranks.contexts)]
+                assert group is not None
+                found = several.token_logprobs(batch.shared(group).to(several.device))
                 gap = (found - one.token_logprobs(batch.to(one.device))).detach().abs().max()
                 assert float(gap) < 1e-5, (model, length)
 
 
+def degrees_by_length(ranks: Ranks, folder: Path) -> None:
+    """Twenty steps: short completions on one rank each, longer ones on more, and the whole step is that of one rank.
+    Of some groups a rank has completions of both kinds, of one sample there is work for some ranks only."""
+    degrees, budget = list(ranks.contexts), 18
+    blocks = [block(group, [1.0] * 4) for group in make_groups(2)]
+    assert list(by_degree(blocks, budget, degrees)) == degrees == [n for n in (1, 2, 4) if n <= ranks.world]
+    replayed = msgspec.structs.replace(RUN, rollout=Rollout(router_replay="on"))
+    chosen: list[Algorithm] = [PPO, ReinforcePp(kl=Kl(coefficient=0.1, placement="reward")), Grpo(entropy=0.1)]
+    scenes = [(msgspec.structs.replace(RUN, algorithm=algorithm), TIED, 2) for algorithm in chosen]
+    for run, model, steps in [*scenes, (RUN, TIED, 20), (replayed, EXPERTS, 2)]:
+        cut = msgspec.structs.replace(run, trainer=Trainer(lr=run.trainer.lr, token_budget=budget))
+        one, several = Learner(folder / model, run), Learner(folder / model, cut, ranks)
+        for seed in range(steps):
+            groups = make_groups(2, seed)
+            if run.algorithm.entropy and seed:  # a sample without an advantage
+                groups = [msgspec.structs.replace(groups[0], trajectories=groups[0].trajectories[1:2])]
+            for learner in (one, several):
+                learner.accumulate(groups)
+            if isinstance(run.algorithm, Grpo) and seed < 2:  # the others compute all of it in the step
+                _close(one, several, (10 if seed else 1) * _exact(one))
+            mine, theirs = one.step(), several.step()
+            assert abs(mine.loss - theirs.loss) <= 1e-5
+            assert abs(mine.grad_norm - theirs.grad_norm) <= 1e-4 * max(1, mine.grad_norm)
+            for name, value in mine.figures.items():
+                assert abs(value - theirs.figures[name]) < 1e-4 * max(1, abs(value)), name
+            assert [share.tokens for share in mine.shares] == [share.tokens for share in theirs.shares]
+
+
 def balancing(ranks: Ranks, folder: Path) -> None:
     """A load-balancing loss over batches, which are those of one rank where all ranks share them."""
-    assert ranks.shares == 1
+    assert list(ranks.contexts) == [ranks.world]
     run = msgspec.structs.replace(RUN, algorithm=Grpo(router_aux_loss=0.5, entropy=0.01))
     one, several = _both(folder, ranks, run, EXPERTS)
     for learner in (one, several):

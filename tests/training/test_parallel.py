@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config import Rollout, Run, load
@@ -51,6 +52,46 @@ def test_two_ranks_share_every_batch(tmp_path: Path) -> None:
 
 def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
     _play(rank_scenarios.make_models(tmp_path), EXPERT_SCENES, 2, experts=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads"),
+    [
+        pytest.param(2, 9, 3, marks=pytest.mark.slow),  # some queries of a rank share a key, others do not
+        pytest.param(3, 4, 2, marks=pytest.mark.nightly),
+        pytest.param(2, 1, 1, marks=pytest.mark.nightly),  # one rank has no head
+    ],
+)
+def test_heads_need_not_divide(ranks: int, heads: int, kv_heads: int, tmp_path: Path) -> None:
+    """Packed samples of several turns, cut anywhere; shared prompts, LoRA, routes that are replayed, layers that are
+    computed again."""
+    folder = rank_scenarios.make_models(
+        tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads
+    )
+    scenes = (
+        rank_scenarios.log_probs,
+        rank_scenarios.gradients,
+        rank_scenarios.bf16_gradients,
+        rank_scenarios.expert_gradients,
+        rank_scenarios.twenty_steps,
+        rank_scenarios.adapters,
+    )
+    _play(folder, scenes, ranks, context=ranks)
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"replicas": 2}, marks=pytest.mark.nightly),
+        pytest.param(4, {"expert_parallel": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_ranks_of_each_batch_are_chosen_by_its_completions(
+    world: int, degrees: dict[str, int], tmp_path: Path
+) -> None:
+    scenes = (rank_scenarios.degrees_by_length, rank_scenarios.on_data)
+    play_well(rank_scenarios.make_models(tmp_path), scenes, world, context_parallel="auto", **degrees)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +150,7 @@ def test_a_checkpoint_goes_on_with_other_degrees(tmp_path: Path) -> None:
             r"trainer\.context_parallel=2 needs our own decoder, and model\.backend=transformers",
         ),
         (
-            {"trainer": {"ranks": 2, "context_parallel": 2}, "drafter": {"type": "eagle", "path": "h"}},
+            {"trainer": {"ranks": 2, "context_parallel": "auto"}, "drafter": {"type": "eagle", "path": "h"}},
             r"drafter=eagle learns from hidden states .*; set drafter\.training\.source=rollout, or trainer\.context",
         ),
     ],
@@ -119,14 +160,10 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, object], said:
         load(settings)
 
 
-def test_heads_and_experts_have_to_divide(tmp_path: Path) -> None:
+def test_experts_have_to_divide(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)  # four heads, and no experts
     model = read_config(tmp_path)
-    assert not list(degree_problems(Trainer(ranks=8, context_parallel=4), model))
-    assert list(degree_problems(Trainer(ranks=6, context_parallel=3), model)) == [
-        "trainer.context_parallel=3 does not divide the 4 attention heads of the model, of which each rank computes as "
-        "many: with trainer.ranks=6 set it to 1 or 2"
-    ]
+    assert not list(degree_problems(Trainer(ranks=6, context_parallel=3), model))
     assert list(degree_problems(Trainer(ranks=2, expert_parallel=2), model)) == [
         "trainer.expert_parallel=2 shares experts, and the model has none: set trainer.expert_parallel=1"
     ]
@@ -177,9 +214,18 @@ def test_the_memory_of_a_shared_batch_by_hand(tmp_path: Path) -> None:
     def batch(**settings: Any) -> Batch:
         return _largest_batch(Run(rollout=rollout, trainer=Trainer(**settings)), 100)
 
-    assert batch(token_budget=500, ranks=2, context_parallel=2) == (500, 4 * 300 / 900)
-    assert batch(token_budget=100, ranks=2, context_parallel=2) == (150, 1.0)
+    assert batch(token_budget=500, ranks=2, context_parallel=2) == (500, 4 * 300 / 900, 2)
+    assert batch(token_budget=100, ranks=2, context_parallel=2) == (150, 1.0, 2)
     # In fp32 keys and values of 32 numbers are kept, rotated and for attention; the copies of the one head as well.
-    one, two = (training_memory(Run(trainer=Trainer(ranks=2, context_parallel=n)), model, Batch(100)) for n in (1, 2))
+    # A rank for each 160 tokens of a completion; shorter ones fill a rank's whole budget.
+    assert batch(token_budget=160, ranks=6, context_parallel="auto") == (160, 1.0, 2)
+    assert batch(token_budget=100, ranks=6, context_parallel="auto") == (100, 1.0, 3)
+    assert batch(token_budget=100, ranks=2, context_parallel="auto") == (150, 1.0, 2)
+    assert batch(token_budget=500, ranks=2, context_parallel="auto") == (500, 2 * 300 / 500, 1)
+    one, two = (training_memory(Run(trainer=Trainer(ranks=2)), model, Batch(100, ranks=n)) for n in (1, 2))
     norm = 4 * (2 * 32 + 32)
     assert two.activations - one.activations == 100 * 2 * (4 * 32 + 4 * 2 * 32 + norm)
+    # Of three ranks the last has two of the four heads, and all three count as if they had: six heads, three of keys.
+    six = msgspec.structs.replace(model, heads=6, kv_heads=3)
+    three = training_memory(Run(trainer=Trainer(ranks=3)), model, Batch(100, ranks=3))
+    assert three.activations == training_memory(Run(trainer=Trainer(ranks=3)), six, Batch(100)).activations

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Run, load
+from asyncrl.config import Run, Trainer, load
 from asyncrl.errors import ConfigError
-from asyncrl.training.batches import block, share
+from asyncrl.training.batches import Block, block, by_degree, share
+from asyncrl.types import Slot
 from tests.support import rank_scenarios
 from tests.support.rank_processes import play
 from tests.support.tiny_families import tiny_family
@@ -78,3 +79,20 @@ def test_ranks_need_processes_of_their_own() -> None:
     assert Run().trainer.ranks == 1
     with pytest.raises(ConfigError, match=r"trainer\.ranks=2 .* use cluster=local"):
         load({"cluster": "inprocess", "trainer": {"ranks": 2}})
+
+
+@settings(deadline=None)
+@given(ranks=st.sampled_from([1, 2, 3, 4, 6]), budget=st.integers(5, 60), seed=st.integers(0, 9))
+def test_as_few_ranks_share_a_batch_as_have_room_for_it(ranks: int, budget: int, seed: int) -> None:
+    degrees = Trainer(ranks=ranks, context_parallel="auto").context_degrees
+    blocks, slots = [block(group, [1.0] * 4) for group in make_groups(2, seed)], list[Slot]()
+    for degree, chosen in by_degree(blocks, budget, degrees).items():
+        fewer = max((each for each in degrees if each < degree), default=0)
+        assert all(
+            Block(each.prompt, [answer]).num_tokens > fewer * budget for each in chosen for answer in each.answers
+        )
+        for group in range(ranks // degree):
+            for batch in share(chosen, degree * budget, group, ranks // degree):
+                slots += [answer.slot for answer in batch.answers if not batch.idle]
+                assert len(batch.tokens_T) <= degree * budget or (degree == ranks and len(batch.answers) == 1)
+    assert sorted(slots) == sorted(answer.slot for block in blocks for answer in block.answers)

@@ -13,12 +13,13 @@ it has all of them. So nothing else knows of the cut, and the log-probabilities 
 group computes the same loss; its backward begins at its own rows and comes back to it through the all-to-alls, so that
 the gradients of the ranks add up to those of one.
 
+Heads need not divide: some ranks then have one more than others (`asyncrl.models.head_shares`).
+
 Axis suffixes: T all tokens of a batch, L its sampled tokens, t and l those of this rank, H query heads, K key/value
-heads, A all of them, D head dimension, R ranks.
+heads, A all of them, D head dimension, S and R what is sent and received.
 """
 
 from dataclasses import dataclass, fields, replace
-from math import gcd
 from typing import Self
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncrl.models.collectives import RankGroup
+from asyncrl.models.head_shares import HeadShare, head_shares
 from asyncrl.models.layers import Attend
 
 
@@ -99,17 +101,37 @@ class Part:
         group, sizes = self.group, self.sizes
         if group is None:
             return attend
-        ranks, own = group.size, [sizes[group.rank]] * group.size
+        ranks, tokens, own = group.size, sum(sizes), sizes[group.rank]
 
         def over_ranks(layer: int, q_T_H_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> Tensor:
-            # Where ranks share a key/value head it is sent to each: as many copies as give every rank as many.
-            copies = ranks // gcd(ranks, k_T_K_D.shape[1])
-            k_T_K_D, v_T_K_D = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k_T_K_D, v_T_K_D))
-            parts = [x.unflatten(1, (ranks, -1)) for x in (q_T_H_D, k_T_K_D, v_T_K_D)]
-            heads, dim = [part.shape[2] for part in parts], q_T_H_D.shape[2]
-            sent_R_T_A_D = torch.cat([part.bfloat16() for part in parts] if narrow else parts, 2).transpose(0, 1)
-            found_T_X = group.exchange(sent_R_T_A_D.flatten(2).flatten(0, 1), own, sizes)
-            y_T_X = attend(layer, *found_T_X.unflatten(1, (sum(heads), dim)).split(heads, 1))
-            return group.exchange(y_T_X, sizes, own).unflatten(0, (ranks, own[0])).transpose(0, 1).flatten(1)
+            dim = q_T_H_D.shape[2]
+            shares = head_shares(q_T_H_D.shape[1], k_T_K_D.shape[1], ranks)
+            here = shares[group.rank]
+            if narrow:
+                q_T_H_D, k_T_K_D, v_T_K_D = q_T_H_D.bfloat16(), k_T_K_D.bfloat16(), v_T_K_D.bfloat16()
+            parts = [torch.cat([q_T_H_D[:, s.queries], k_T_K_D[:, s.keys], v_T_K_D[:, s.keys]], 1) for s in shares]
+            sent_S_D = torch.cat([part.flatten(0, 1) for part in parts])
+            found_R_D = group.exchange(
+                sent_S_D, [own * share.num_sent for share in shares], [size * here.num_sent for size in sizes]
+            )
+            found_T_A_D = found_R_D.view(tokens, here.num_sent, dim)
+            y_T_X = found_T_A_D.flatten(1)  # of a rank without heads, which computes nothing but takes part
+            if here.num_queries:
+                q_T_H_D, k_T_K_D, v_T_K_D = found_T_A_D.split((here.num_queries, here.num_keys, here.num_keys), 1)
+                y_T_X = attend(layer, q_T_H_D, _copied(k_T_K_D, here), _copied(v_T_K_D, here))
+            heads = [share.num_queries for share in shares]
+            found_R_D = group.exchange(
+                y_T_X.reshape(-1, dim), [size * here.num_queries for size in sizes], [own * each for each in heads]
+            )
+            answers = zip(found_R_D.split([own * each for each in heads]), heads, strict=True)
+            return torch.cat([answer.view(own, each * dim) for answer, each in answers], 1)
 
         return over_ranks
+
+
+def _copied(x_T_K_D: Tensor, share: HeadShare) -> Tensor:
+    """Where a rank's queries are not as many for each of its key/value heads."""
+    if max(share.copies) == 1:
+        return x_T_K_D
+    copies = enumerate(share.copies)
+    return torch.cat([x_T_K_D[:, head : head + 1].expand(-1, times, -1) for head, times in copies], 1)

@@ -40,7 +40,7 @@ class FsdpRanks(Ranks):
     def __init__(self, seat: RankSeat, device: torch.device, settings: Trainer) -> None:
         """Returns when every rank is here. The ranks that share weights, experts or batches are neighbours."""
         self.rank, self.world, self._device = seat.rank, seat.world, device
-        context, experts, self._replicas = settings.context_parallel, settings.expert_parallel, settings.replicas
+        experts, self._replicas = settings.expert_parallel, settings.replicas
         self._shards = seat.world // self._replicas
         self._reduced_in = torch.bfloat16 if settings.reduce_dtype == "bf16" else torch.float32
         if ip_address(seat.host).is_loopback:  # all on this machine: nothing listens beyond it
@@ -60,9 +60,8 @@ class FsdpRanks(Ranks):
             replica = _neighbours(seat, self._shards)
             self._peers = _same_places(seat, self._shards, seat.world)
         self._mesh = DeviceMesh.from_group(replica, device.type)
-        self.share, self.shares = seat.rank // context, seat.world // context
-        if context > 1:
-            self.context = RankGroup(_neighbours(seat, context))
+        degrees = settings.context_degrees
+        self.contexts = {degree: RankGroup(_neighbours(seat, degree)) if degree > 1 else None for degree in degrees}
         if experts > 1:
             group, copies = _neighbours(seat, experts), _same_places(seat, experts, self._shards)
             self.experts = ExpertGroup(RankGroup(group), RankGroup(copies), self._shards, self._reduced_in)

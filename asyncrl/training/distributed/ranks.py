@@ -2,16 +2,17 @@
 
 Every rank gets the same groups and makes the same calls in the same order. Each computes by itself what the share of
 every rank is, and works on its own; nothing is distributed, and only gradients, sums and weights travel. Every replica
-of the trainer, of which there are `trainer.replicas`, has each weight once. With `trainer.context_parallel` a share
-belongs to a group of ranks (asyncrl.training.distributed.context). `Ranks` is a trainer of one rank;
+of the trainer, of which there are `trainer.replicas`, has each weight once. With `trainer.context_parallel` groups of
+ranks compute a batch together (asyncrl.training.distributed.context). `Ranks` is a trainer of one rank;
 `asyncrl.training.distributed.fsdp` has the one of several.
 """
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -32,18 +33,10 @@ class Ranks:
 
     rank = 0
     world = 1
-    share = 0
-    """The number of this rank's share of every step."""
-    shares = 1
-    context: RankGroup | None = None
-    """Those that compute this rank's share together with it."""
+    contexts: Mapping[int, RankGroup | None] = MappingProxyType({1: None})
+    """By their number, in order: those that may compute a batch together with it, or none for a batch of its own."""
     experts: ExpertGroup | None = None
     """Those that share the experts of every layer with it."""
-
-    @property
-    def reports(self) -> bool:
-        """Whether the figures of its share are this rank's to tell."""
-        return self.context is None or self.context.rank == 0
 
     def load(
         self, path: Path, backend: Backend, device: torch.device, dtype: torch.dtype, *, output: bool = True
