@@ -67,8 +67,8 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
     """Off: the head stays as it was loaded."""
     source: Literal["auto", "trainer", "rollout", "both"] = "auto"
     """Who gives hidden states: the trainer, of completions that it learns from, or the native engine while it decodes,
-    also of groups whose rewards are all equal, which no trainer looks at. Both: half of them each. `auto`: the engine
-    where it can, else the trainer."""
+    also of groups whose rewards are all equal, which no trainer looks at, but of few prompts. Both: half of them each.
+    `auto`: the trainer, or the engine where `trainer.context_parallel` cuts completions."""
     spot: bool = True
     """Train while the policy's trainer waits, at the lowest priority; off: all the time."""
     share: Fraction = 0.05

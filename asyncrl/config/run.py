@@ -313,8 +313,9 @@ class Run(Settings, frozen=True):
 
     @property
     def hidden_states_from(self) -> frozenset[Source]:
-        """Who gives a drafter that learns the hidden states of completions. An engine costs a copy of what it has
-        anyway, and gives them of every group, as early as can be; an episode of a harness is many calls to it."""
+        """Who gives a drafter that learns the hidden states of completions. A trainer has those of prompts too, without
+        which a head learns less; where its ranks cut completions the engine gives them, if it can. An episode of a
+        harness is many calls to an engine."""
         head = self.drafter.head
         if head is None or not head.training.on:
             return frozenset()
@@ -322,7 +323,9 @@ class Run(Settings, frozen=True):
             case "both":
                 return frozenset(("trainer", "rollout"))
             case "auto":
-                return frozenset(("rollout" if self.engine.gives_hidden_states and not self.agent.on else "trainer",))
+                cut = self.trainer.context_parallel > 1
+                able = self.engine.gives_hidden_states and not self.agent.on
+                return frozenset(("rollout" if cut and able else "trainer",))
             case source:
                 return frozenset((source,))
 

@@ -104,9 +104,10 @@ def check_trainer(run: "Run") -> None:
     _check_replicas(run.trainer)
     if run.trainer.context_parallel > 1 and "trainer" in run.hidden_states_from:
         able = "drafter.training.source=rollout" if run.engine.gives_hidden_states else "engine=native"
+        ways = "trainer.context_parallel=1" if run.agent.on else f"{able}, or trainer.context_parallel=1"
         raise ConfigError(
             f"trainer.context_parallel={run.trainer.context_parallel} cuts completions, and drafter={run.drafter.kind} "
-            f"learns from hidden states of whole ones in the trainer; set {able}, or trainer.context_parallel=1"
+            f"learns from hidden states of whole ones in the trainer; set {ways}"
         )
     changing = run.trainer.warmup_steps + run.trainer.decay_steps
     if run.trainer.decay_steps and changing > run.steps:

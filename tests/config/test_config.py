@@ -181,20 +181,23 @@ def test_a_run_recorded_before_there_were_routes_goes_on_without() -> None:
     assert load(msgspec.to_builtins(Run()), recorded=True) == Run()
 
 
+CUDA = {"type": "native", "device": "cuda"}
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        ({}, {"rollout"}),
-        ({"engine": {"type": "native", "device": "cuda"}}, {"rollout"}),
-        ({"engine": {"type": "vllm"}}, {"trainer"}),
+        ({}, {"trainer"}),
+        ({"trainer": {"ranks": 2, "context_parallel": 2}}, {"rollout"}),
         ({"agent": {"function": "a.py:play"}}, {"trainer"}),
         ({"drafter": {"type": "eagle", "training": {"source": "trainer"}}}, {"trainer"}),
+        ({"drafter": {"type": "eagle", "training": {"source": "rollout"}}, "engine": CUDA}, {"rollout"}),
         ({"drafter": {"type": "eagle", "training": {"source": "both"}}}, {"trainer", "rollout"}),
         ({"drafter": {"type": "eagle", "training": {"on": False}}}, set()),
         ({"drafter": {"type": "ngram"}}, set()),
     ],
 )
-def test_hidden_states_come_from_the_engine_where_it_gives_them(raw: dict[str, Any], expected: set[str]) -> None:
+def test_the_trainer_gives_hidden_states_unless_it_cuts_completions(raw: dict[str, Any], expected: set[str]) -> None:
     assert load({"drafter": {"type": "eagle"}} | raw).hidden_states_from == expected
 
 

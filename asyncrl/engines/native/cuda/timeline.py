@@ -71,7 +71,7 @@ class Timeline:
         with self.beside():
             staged = places.pin_memory() if on_gpu else places
             found = held.index_select(0, staged.to(self.device, non_blocking=True))
-            on_host = torch.empty_like(found, device="cpu", pin_memory=on_gpu)
+            on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=on_gpu)
             on_host.copy_(found, non_blocking=True)
             return on_host, Mark(self._beside)
 
