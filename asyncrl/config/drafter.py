@@ -4,6 +4,9 @@ from typing import ClassVar, Literal, Self
 
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 
+Source = Literal["trainer", "rollout"]
+"""Of the hidden states that a head learns from."""
+
 
 class Strategy(Settings, frozen=True, kw_only=True):
     """One way to draft: a chain of `depth` tokens, or a tree of the `top_k` likeliest children at each node, of which
@@ -62,9 +65,10 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
 
     on: bool = True
     """Off: the head stays as it was loaded."""
-    source: Literal["trainer", "rollout", "both"] = "trainer"
-    """Who gives hidden states: the trainer of every completion that it learns from, or the native engine on a CPU while
-    it decodes, also of groups whose rewards are all equal, which no trainer looks at. Both: half of them each."""
+    source: Literal["auto", "trainer", "rollout", "both"] = "auto"
+    """Who gives hidden states: the trainer, of completions that it learns from, or the native engine while it decodes,
+    also of groups whose rewards are all equal, which no trainer looks at, but of few prompts. Both: half of them each.
+    `auto`: the trainer, or the engine where `trainer.context_parallel` cuts completions."""
     spot: bool = True
     """Train while the policy's trainer waits, at the lowest priority; off: all the time."""
     share: Fraction = 0.05
@@ -91,9 +95,6 @@ class DrafterTraining(Settings, frozen=True, kw_only=True):
     """Share of the windows that judge a head and are not trained on."""
     publish_every: AboveZero = 2.0
     """Seconds of training between two looks at whether the head has become better than the published one."""
-
-    def source_is(self, source: Literal["trainer", "rollout"]) -> bool:
-        return self.on and self.source in (source, "both")
 
     @property
     def tokens_per_source(self) -> int:
@@ -130,16 +131,6 @@ class DrafterBase(Chosen, frozen=True, kw_only=True):
     @property
     def trains(self) -> bool:
         """Whether a process of its own trains it during the run."""
-        return False
-
-    @property
-    def from_trainer(self) -> bool:
-        """Whether the trainer gives it hidden states."""
-        return False
-
-    @property
-    def from_rollouts(self) -> bool:
-        """Whether the engines do."""
         return False
 
 
@@ -234,14 +225,6 @@ class HeadDrafter(Drafting, frozen=True, kw_only=True):
     @property
     def trains(self) -> bool:
         return self.training.on
-
-    @property
-    def from_trainer(self) -> bool:
-        return self.training.source_is("trainer")
-
-    @property
-    def from_rollouts(self) -> bool:
-        return self.training.source_is("rollout")
 
 
 class EagleDrafter(HeadDrafter, frozen=True, kw_only=True, tag="eagle"):

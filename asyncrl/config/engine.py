@@ -177,8 +177,8 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
         return self.memory if self.may_use_gpu else 0.0
 
     def on_gpu(self, drafter: DrafterBase, found: bool) -> bool:
-        """Trees of drafts, and hidden states for a drafter's training, need the CPU: `auto` goes there with them."""
-        on_cpu = self.device == "auto" and (drafter.has_trees or drafter.from_rollouts)
+        """Trees of drafts need the CPU: `auto` goes there with them."""
+        on_cpu = self.device == "auto" and drafter.has_trees
         return not on_cpu and chosen_gpu(self.device, found)
 
     def host_kv_cache(self, full: int, *, gpu: bool) -> int:
@@ -202,7 +202,7 @@ class NativeEngine(EngineBase, frozen=True, kw_only=True, tag="native"):
 
     @property
     def gives_hidden_states(self) -> bool:
-        return self.device != "cuda"
+        return True
 
     def check_precision(self, rollout: RolloutPrecision) -> None:
         if self.device == "auto" and numerics(rollout.precision, rollout.fp8) is not None:

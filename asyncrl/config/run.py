@@ -15,7 +15,7 @@ from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo,
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 from asyncrl.config.curriculum import Curriculum, check_curriculum
 from asyncrl.config.distillation import Distillation, Teacher, check_distillation
-from asyncrl.config.drafter import DrafterSettings, NoDrafter
+from asyncrl.config.drafter import DrafterSettings, NoDrafter, Source
 from asyncrl.config.engine import EngineSettings, NativeEngine
 from asyncrl.config.errors import did_you_mean, explain, unknown_keys
 from asyncrl.config.fleet import Concurrency, Elastic, check_pool
@@ -312,6 +312,24 @@ class Run(Settings, frozen=True):
         return wants and self.model.backend != "transformers" and not (self.agent.on or self.algorithm.on_data)
 
     @property
+    def hidden_states_from(self) -> frozenset[Source]:
+        """Who gives a drafter that learns the hidden states of completions. A trainer has those of prompts too, without
+        which a head learns less; where its ranks cut completions the engine gives them, if it can. An episode of a
+        harness is many calls to an engine."""
+        head = self.drafter.head
+        if head is None or not head.training.on:
+            return frozenset()
+        match head.training.source:
+            case "both":
+                return frozenset(("trainer", "rollout"))
+            case "auto":
+                cut = self.trainer.context_degrees[-1] > 1
+                able = self.engine.gives_hidden_states and not self.agent.on
+                return frozenset(("rollout" if cut and able else "trainer",))
+            case source:
+                return frozenset((source,))
+
+    @property
     def shares_gpu(self) -> bool:
         """Whether several ranks of the trainer may lie on one GPU."""
         return self.placement.share_gpu and self.trainer.ranks > 1 and self.trainer.device != "cpu"
@@ -576,8 +594,8 @@ def _check_drafter(run: Run) -> None:
         raise ConfigError(
             f"drafter.top_k={trees[0].top_k} drafts trees, which engine={engine.kind} cannot check; use drafter.top_k=1"
         )
-    if (head := drafter.head) is not None and head.from_rollouts and not engine.gives_hidden_states:
+    if (head := drafter.head) is not None and "rollout" in run.hidden_states_from and not engine.gives_hidden_states:
         raise ConfigError(
-            f"drafter.training.source={head.training.source}: only engine=native on a CPU gives hidden states "
-            f"as it decodes, and not engine={engine.label}; use drafter.training.source=trainer"
+            f"drafter.training.source={head.training.source}: only engine=native gives hidden states as it decodes, "
+            f"and not engine={engine.kind}; use drafter.training.source=trainer"
         )

@@ -120,11 +120,12 @@ def check_trainer(run: "Run") -> None:
     _check_degree(run, "context_parallel", "ranks that share a batch")
     _check_degree(run, "expert_parallel", "ranks that share the experts of a layer")
     _check_replicas(run.trainer)
-    if run.trainer.context_degrees[-1] > 1 and run.drafter.from_trainer:
+    if run.trainer.context_degrees[-1] > 1 and "trainer" in run.hidden_states_from:
+        able = "drafter.training.source=rollout" if run.engine.gives_hidden_states else "engine=native"
+        ways = "trainer.context_parallel=1" if run.agent.on else f"{able}, or trainer.context_parallel=1"
         raise ConfigError(
             f"trainer.context_parallel={run.trainer.context_parallel} cuts completions, and drafter={run.drafter.kind} "
-            "learns from hidden states of whole ones in the trainer; set drafter.training.source=rollout, or "
-            "trainer.context_parallel=1"
+            f"learns from hidden states of whole ones in the trainer; set {ways}"
         )
     changing = run.trainer.warmup_steps + run.trainer.decay_steps
     if run.trainer.decay_steps and changing > run.steps:

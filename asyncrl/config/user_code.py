@@ -166,7 +166,7 @@ def check_agent(run: "Run") -> None:
         )
     if not run.engine.has_model:
         raise ConfigError(f"agent.* needs text, and engine={run.engine.kind} generates none; use engine=native or vllm")
-    if (head := run.drafter.head) is not None and head.from_rollouts:
+    if (head := run.drafter.head) is not None and "rollout" in run.hidden_states_from:
         raise ConfigError(
             f"drafter.training.source={head.training.source} takes hidden states of whole completions, and an "
             "episode of a harness is many calls: set drafter.training.source=trainer"

@@ -11,7 +11,8 @@ by side.
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,8 @@ class Tapped:
 
     def __init__(self, longest: int, promised: int) -> None:
         self._longest, self.promised = longest, promised
+        self.owed: list[Callable[[], Iterable[Part]]] = []
+        """Parts that are on their way from an engine's device, turn by turn; each call waits until they have come."""
         self._parts: deque[Part] = deque()
         self._held = 0
 
@@ -106,6 +109,9 @@ class Tapped:
 
     def runs(self) -> Iterator[Part]:
         """Stretches of one version, out of the last `longest` tokens."""
+        owed, self.owed = self.owed, []
+        for part in chain.from_iterable(parts() for parts in owed):
+            self.add(part)
         run: list[Part] = []
         for part in self._parts:
             if run and not part.goes_on(run[-1]):
@@ -136,8 +142,8 @@ class RolloutTap:
     ) -> None:
         """`tokens` of a step are given by this engine: states at `layers` and at the end, each `hidden_size` wide."""
         self.layers, self.dtype = layers, dtype
-        self._hidden_size, self._longest = hidden_size, settings.window_tokens
-        self._budget = Budget(tokens, self._longest, seed)
+        self.hidden_size, self.tokens, self.longest = hidden_size, tokens, settings.window_tokens
+        self._budget = Budget(tokens, self.longest, seed)
         self._offered: dict[str, int] = {}
         self.tapped: dict[str, Tapped] = {}
         """By request."""
@@ -150,9 +156,16 @@ class RolloutTap:
 
     def offer(self, request: str, most: int) -> None:
         """A completion begins, which with its prompt will have `most` tokens at most."""
-        most = self._offered[request] = min(most, self._longest)
+        most = self._offered[request] = min(most, self.longest)
         if self._budget.chooses(most):
-            self.tapped[request] = Tapped(self._longest, most)
+            self.tapped[request] = Tapped(self.longest, most)
+
+    def rows(self, requests: Iterable[str]) -> list[tuple[int, Tapped]]:
+        """Which of these are tapped, by their place."""
+        if not self.tapped:
+            return []
+        found = ((row, self.tapped.get(request)) for row, request in enumerate(requests))
+        return [(row, tapped) for row, tapped in found if tapped is not None]
 
     def end(self, request: str, trajectory: Trajectory | None) -> list[Window]:
         """The windows of a completion, which are given once; without its trajectory it came to nothing."""
@@ -160,7 +173,7 @@ class RolloutTap:
         if offered is None:
             return []
         found = [] if tapped is None or trajectory is None else list(self._windows(tapped, trajectory))
-        length = 0 if trajectory is None else min(len(trajectory.tokens) - 1, self._longest)
+        length = 0 if trajectory is None else min(len(trajectory.tokens) - 1, self.longest)
         self._budget.correct(offered - length, 0 if tapped is None else offered - sum(map(len, found)))
         return found
 
@@ -169,7 +182,7 @@ class RolloutTap:
         for version, start, states_T_X in tapped.runs():
             stop = start + len(states_T_X)
             if stop - start >= SHORTEST:
-                hidden_T_E, taps_T_R = states_T_X[:, : self._hidden_size], states_T_X[:, self._hidden_size :]
+                hidden_T_E, taps_T_R = states_T_X[:, : self.hidden_size], states_T_X[:, self.hidden_size :]
                 yield Window(
                     slot=trajectory.slot,
                     version=version,

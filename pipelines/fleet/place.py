@@ -62,7 +62,7 @@ async def place(
     if "rollout" in wanted:
         engine = engine.of(wanted["rollout"])
 
-    taught = drafter if run.drafter.from_rollouts else None
+    taught = drafter if "rollout" in run.hidden_states_from else None
 
     async def place_engine(name: str) -> RolloutActor:
         learned = _learned(directory).get(name, [])
@@ -79,7 +79,7 @@ async def place(
                 model_path,
                 directory.checkpoints.resolve(),
                 buffer,
-                drafter if run.drafter.from_trainer else None,
+                drafter if "trainer" in run.hidden_states_from else None,
                 _busy_flag(directory) if drafter is not None else None,
                 timeout_s=backstop(run),
             )

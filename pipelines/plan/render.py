@@ -227,7 +227,9 @@ def boxes(run: Run, required: Needs, wanted: Mapping[str, Demand], traffic: Traf
     if not run.engines:
         found = found[2:]
     if "drafter" in wanted:
-        found[-1] = found[-1]._replace(edge="hidden states of the trained samples")
+        givers = {"trainer": "the trainer", "rollout": "the engines"}
+        names = " and ".join(givers[source] for source in sorted(run.hidden_states_from))
+        found[-1] = found[-1]._replace(edge=f"hidden states, from {names}")
         found.append(Box("drafter x 1", [_takes("drafter", wanted), "its heads go to every engine"]))
     return found
 

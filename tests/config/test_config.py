@@ -87,14 +87,12 @@ def test_derived_numbers() -> None:
         ({"flow": {"max_ready_groups": 3, "groups_per_take": 4}}, "the trainer would wait forever"),
         (
             {"engine": {"type": "vllm"}, "drafter": {"type": "eagle3", "training": {"source": "rollout"}}},
-            "gives hidden states as it decodes, and not engine=vllm; use drafter.training.source=trainer",
+            "only engine=native gives hidden states as it decodes, and not engine=vllm; use "
+            "drafter.training.source=trainer",
         ),
         (
-            {
-                "engine": {"type": "native", "device": "cuda"},
-                "drafter": {"type": "eagle", "training": {"source": "both"}},
-            },
-            "drafter.training.source=both: only engine=native on a CPU",
+            {"engine": {"type": "vllm"}, "drafter": {"type": "eagle", "training": {"source": "both"}}},
+            "drafter.training.source=both: only engine=native",
         ),
         (
             {"engine": {"type": "transformers"}, "drafter": {"type": "ngram"}},
@@ -181,6 +179,26 @@ def test_a_run_recorded_before_there_were_routes_goes_on_without() -> None:
     assert load({}).rollout.router_replay == "auto"
     assert load({"rollout": {"max_tokens": 9}}, recorded=True).rollout.router_replay == "off"
     assert load(msgspec.to_builtins(Run()), recorded=True) == Run()
+
+
+CUDA = {"type": "native", "device": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({}, {"trainer"}),
+        ({"trainer": {"ranks": 2, "context_parallel": 2}}, {"rollout"}),
+        ({"agent": {"function": "a.py:play"}}, {"trainer"}),
+        ({"drafter": {"type": "eagle", "training": {"source": "trainer"}}}, {"trainer"}),
+        ({"drafter": {"type": "eagle", "training": {"source": "rollout"}}, "engine": CUDA}, {"rollout"}),
+        ({"drafter": {"type": "eagle", "training": {"source": "both"}}}, {"trainer", "rollout"}),
+        ({"drafter": {"type": "eagle", "training": {"on": False}}}, set()),
+        ({"drafter": {"type": "ngram"}}, set()),
+    ],
+)
+def test_the_trainer_gives_hidden_states_unless_it_cuts_completions(raw: dict[str, Any], expected: set[str]) -> None:
+    assert load({"drafter": {"type": "eagle"}} | raw).hidden_states_from == expected
 
 
 def test_all_unknown_keys_are_told_at_once() -> None:

@@ -83,6 +83,19 @@ def test_a_head_learns_from_what_the_engine_gives(tmp_path: Path, model: Path):
 
 
 @pytest.mark.slow
+def test_where_hidden_states_come_from_changes_no_completion(tmp_path: Path, model: Path, judge: str):
+    """The head stays the fresh one, as nothing is published: token for token a synchronous run is the same."""
+    answers: list[dict[object, list[int]]] = []
+    for source in ("trainer", "rollout"):
+        root, given = tmp_path / source, f"drafter.training.source={source}"
+        never = "drafter.training.publish_every=1000"
+        quickstart_runs.run(root, model, "drafter=eagle3", *QUICK, judge, "max_staleness=0", "steps=3", never, given)
+        answers.append({t.slot: t.tokens.tolist() for t in read_run(root / "run" / "trajectories")})
+        assert quickstart_runs.summary(root)["drafter"]["windows"] > 0
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
 def test_a_drafter_on_ray_goes_on_after_a_kill(tmp_path: Path, model: Path, judge: str):
     process = quickstart_runs.start(tmp_path, model, "drafter=eagle3", *QUICK, judge, "cluster=local", "steps=12")
     quickstart_runs.kill_after_step(process, tmp_path, 4)

@@ -150,8 +150,19 @@ def test_a_checkpoint_goes_on_with_other_degrees(tmp_path: Path) -> None:
             r"trainer\.context_parallel=2 needs our own decoder, and model\.backend=transformers",
         ),
         (
-            {"trainer": {"ranks": 2, "context_parallel": "auto"}, "drafter": {"type": "eagle", "path": "h"}},
+            {
+                "trainer": {"ranks": 2, "context_parallel": "auto"},
+                "drafter": {"type": "eagle", "path": "h", "training": {"source": "trainer"}},
+            },
             r"drafter=eagle learns from hidden states .*; set drafter\.training\.source=rollout, or trainer\.context",
+        ),
+        (
+            {
+                "trainer": {"ranks": 2, "context_parallel": 2},
+                "drafter": {"type": "eagle", "path": "h"},
+                "engine": {"type": "vllm"},
+            },
+            r"drafter=eagle learns from hidden states .*; set engine=native, or trainer\.context_parallel=1",
         ),
     ],
 )

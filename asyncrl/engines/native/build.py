@@ -14,7 +14,6 @@ from asyncrl.drafting.hidden_capture import RolloutTap
 from asyncrl.engines.base import Engine
 from asyncrl.engines.native.cpu.engine import NativeEngine
 from asyncrl.engines.native.speculation.source import build_chooser
-from asyncrl.errors import EngineError
 
 
 def build_native(
@@ -33,15 +32,10 @@ def build_native(
     found = numerics(precision, fp8 or Fp8())
     dtype = torch.bfloat16 if settings.carrier(precision) == "bf16" else torch.float32
     chooser = build_chooser(drafter, learned)
-    common: Any = {"name": name, "dtype": dtype, "numerics": found, "chooser": chooser, "routes": routes}
+    common: Any = {"name": name, "dtype": dtype, "numerics": found, "chooser": chooser, "tap": tap, "routes": routes}
     if not settings.on_gpu(drafter, torch.cuda.is_available()):
         torch.set_num_threads(settings.threads)
-        return NativeEngine(model_path, settings, drafter, tap=tap, **common)
-    if tap is not None:
-        raise EngineError(
-            "on a GPU the native engine's hidden states do not leave its captured graphs; use "
-            "drafter.training.source=trainer, or engine.device=cpu"
-        )
+        return NativeEngine(model_path, settings, drafter, **common)
     from asyncrl.engines.native.cuda.engine import CudaEngine  # it needs Triton, which torch has only for GPUs
 
     return CudaEngine(model_path, settings, drafter, adapted=adapted, **common)

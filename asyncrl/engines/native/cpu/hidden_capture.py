@@ -38,10 +38,8 @@ class Capture(NamedTuple):
 
 
 def watch(tap: RolloutTap | None, jobs: list[Job]) -> Capture | None:
-    if tap is None or not tap.tapped:
-        return None
-    rows = [(row, found) for row, job in enumerate(jobs) if (found := tap.tapped.get(job.request.id)) is not None]
-    return Capture(tap, rows) if rows else None
+    rows = [] if tap is None else tap.rows(job.request.id for job in jobs)
+    return Capture(tap, rows) if tap is not None and rows else None
 
 
 def _stretches(slots: BatchTable, step: Step, row: int, tapped: Tapped, path_N_W: Column | None) -> list[Stretch]:

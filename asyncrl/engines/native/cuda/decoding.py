@@ -25,12 +25,14 @@ from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cuda.device_outputs import DeviceOutputs, Flight
 from asyncrl.engines.native.cuda.drafting import Drafting
 from asyncrl.engines.native.cuda.graphs import GraphPool
+from asyncrl.engines.native.cuda.hidden_capture import StatePool
 from asyncrl.engines.native.cuda.inputs import Shape, Sizes, StepInputs
 from asyncrl.engines.native.cuda.kernels.shapes import Drafts
 from asyncrl.engines.native.cuda.memory import KvMemory
 from asyncrl.engines.native.cuda.model import CudaModel
 from asyncrl.engines.native.cuda.pages import Copy
 from asyncrl.engines.native.sampling import Column, RowSettings, sample
+from asyncrl.models.policy import Taps
 
 _JOINED_AFTER = 32
 """Steps with so many tiles beside so many rows, until they are worth a graph of their own."""
@@ -47,8 +49,9 @@ class Decoding:
         board: DeviceOutputs,
         graphs: GraphPool,
         drafting: Drafting | None = None,
+        pool: StatePool | None = None,
     ) -> None:
-        self.model, self.inputs, self.graphs, self.drafting = model, inputs, graphs, drafting
+        self.model, self.inputs, self.graphs, self.drafting, self.pool = model, inputs, graphs, drafting, pool
         self._board, self.memory = board, memory
         self._buckets = buckets(sizes.rows)
         self._coarse = [*(1 << power for power in range((sizes.rows - 1).bit_length())), sizes.rows]
@@ -108,15 +111,24 @@ class Decoding:
     def _launch(self, shape: Shape) -> None:
         tokens, queries, count = self.inputs.tokens(shape), self.inputs.queries(shape), shape.rows * shape.width
         hidden_T_E = self._hidden_T_E[: sum(map(len, tokens)) if self._all_final else count]
-        taps = self.drafting.taps() if self.drafting is not None else None
+        taps = self._taps()
         given = tokens, queries, self._board.ahead_W_B.view(-1), self.memory.layers
         routes = self.memory.routes_X_S_L_C
         self.model.forward(*given, hidden_T_E, taps, self.graphs.timeline.pass_middle, routes)
         if count:
             self._sample(shape, self.model.logits(hidden_T_E[:count]))
+        if self.pool is not None and count:
+            tapped = taps.found_T_E if taps is not None else []
+            self.pool.write(self.inputs.device.kept_X[:count], [each[:count] for each in (hidden_T_E, *tapped)])
         if self.drafting is not None:
             read_T_R = hidden_T_E if taps is None else torch.cat(taps.found_T_E, -1)
             self.drafting.see(shape, read_T_R, self.memory.head)
+
+    def _taps(self) -> Taps | None:
+        """For a head that drafts, and for its training, which is of the same layers."""
+        if self.drafting is not None:
+            return self.drafting.taps()
+        return Taps(self.pool.layers) if self.pool is not None and self.pool.layers else None
 
     def _sample(self, shape: Shape, logits_X_V: Tensor) -> None:
         device, board, rows, count = self.inputs.device, self._board, shape.rows, logits_X_V.shape[0]

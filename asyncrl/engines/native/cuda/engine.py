@@ -20,6 +20,7 @@ import torch
 from asyncrl.config.drafter import PLAIN, DrafterSettings, NoDrafter, Strategy
 from asyncrl.config.engine import NativeEngine as Settings
 from asyncrl.config.precision import Numerics
+from asyncrl.drafting.hidden_capture import RolloutTap
 from asyncrl.engines.base import OnUpdate
 from asyncrl.engines.cooperative import Job, turns
 from asyncrl.engines.native.batch_table import BatchTable
@@ -30,7 +31,8 @@ from asyncrl.engines.native.cuda.device_outputs import DeviceOutputs, Flight
 from asyncrl.engines.native.cuda.drafting import RING, Drafting
 from asyncrl.engines.native.cuda.fp8 import agree, serve
 from asyncrl.engines.native.cuda.graphs import GraphPool
-from asyncrl.engines.native.cuda.inputs import Fields, Sizes, StepInputs
+from asyncrl.engines.native.cuda.hidden_capture import HiddenCapture, StatePool
+from asyncrl.engines.native.cuda.inputs import Fields, Shape, Sizes, StepInputs
 from asyncrl.engines.native.cuda.kernels.choice import kernels_of
 from asyncrl.engines.native.cuda.kernels.shapes import Kernels
 from asyncrl.engines.native.cuda.memory import KvMemory, page_bytes
@@ -71,13 +73,15 @@ class CudaEngine(SpeculatingEngine):
         pages: int | None = None,
         chooser: Chooser | None = None,
         adapted: Sequence[str] = (),
+        tap: RolloutTap | None = None,
         routes: bool = False,
     ) -> None:
         """`pages` of keys and values; None: as many as `settings.memory` leaves room for. `adapted`: projections of
-        which adapters are published; their base is kept. `routes`: return them, if the model has experts."""
+        which adapters are published; their base is kept. `tap` gets hidden states of the completions that it names;
+        `routes`: return them, if the model has experts."""
         super().__init__(settings, drafter or NoDrafter(), name=name, version=version, chooser=chooser)
         self._model_path, self._dtype, self._numerics, self._pages = model_path, dtype, numerics, pages
-        self._adapted, self._returns_routes = adapted, routes
+        self._adapted, self._tap, self._returns_routes = adapted, tap, routes
         self._device = device or torch.device("cuda")
         self._kernels = kernels or kernels_of(self._device)
         self._depths = chain_depths(self._drafter)
@@ -171,6 +175,7 @@ class CudaEngine(SpeculatingEngine):
             base = Base(hf_tensors(model), self._adapted)
             cuda_model, held, fp8 = serve(model, settings, self._kernels, numerics)
             inputs, board = StepInputs(sizes, timeline), DeviceOutputs(sizes, timeline)
+            pool = None if self._tap is None else StatePool(self._tap, timeline)
             if drafter.head is not None:
                 head = build_head(drafter.head, config).requires_grad_(False).to(device, self._dtype)
                 drafting = Drafting(head, cuda_model, sizes, inputs, board, timeline)
@@ -181,7 +186,7 @@ class CudaEngine(SpeculatingEngine):
             memory = KvMemory(cuda_model, pages, **kind, routes=routes)
             if fp8 is not None and kind["fp8"]:
                 memory.rescale(fp8.own_scales())
-            self._decoding = Decoding(cuda_model, memory, sizes, inputs, board, graphs, drafting)
+            self._decoding = Decoding(cuda_model, memory, sizes, inputs, board, graphs, drafting, pool)
             if device.type == "cuda":
                 self._decoding.capture_all(self._depths)
         timeline.wait()
@@ -198,6 +203,9 @@ class CudaEngine(SpeculatingEngine):
         table, written = PageTable(rows, length, pages), decoding.memory.routes_X_S_L_C
         routes = None if written is None else RoutePages(written, table, self._timeline)
         self._serve_model(vocabulary, BatchTable(rows, length, drafts, routes))
+        self._capture = None
+        if self._tap is not None and decoding.pool is not None:
+            self._capture = HiddenCapture(self._tap, decoding.pool, self._slots, self._timeline, sizes.width)
         self._speculation = None
         if drafts is not None:
             self._speculation = Speculation(self._drafter, self._slots, drafts, self._tally)
@@ -215,7 +223,7 @@ class CudaEngine(SpeculatingEngine):
 
     def _shut(self) -> None:
         self._timeline.wait()
-        del self._decoding, self._planner, self._slots, self._intake, self._speculation
+        del self._decoding, self._planner, self._slots, self._intake, self._speculation, self._capture
         self._flight = self._due = None
         gc.collect()  # captured graphs lie in cycles, and hold memory that others on the card wait for
         torch.cuda.empty_cache()
@@ -249,6 +257,8 @@ class CudaEngine(SpeculatingEngine):
         if self._due is not None and self._passed:
             version, self._due = self._due, None
             self._switch_version(version)
+            if self._tap is not None:
+                self._tap.begin_step(version)
             self._clock.stop()  # the next step waits for the copy
 
     def _launch(self) -> Flight | None:
@@ -257,6 +267,7 @@ class CudaEngine(SpeculatingEngine):
         tiles = self._prefill(fields)
         shape = self._decoding.shape(slots.count, tiles)
         sampling = planner.decode(fields, shape.rows)
+        self._keep_states(fields, shape)
         return self._decoding.step(shape, slots.count, slots.settings()) if sampling or tiles else None
 
     def _speculate(self, verified: Strategy, depth: int) -> None:
@@ -275,6 +286,7 @@ class CudaEngine(SpeculatingEngine):
             ready_N = planner.verify(fields, shape, depth)
             if not tiles and not ready_N.any():
                 return
+            self._keep_states(fields, shape)
             flight = self._decoding.step(shape, slots.count, slots.settings())
             if depth:
                 self._decoding.draft(shape.rows, depth)
@@ -282,6 +294,10 @@ class CudaEngine(SpeculatingEngine):
         runs = speculation.record(flight, ready_N, depth)
         self._measure(flight, verified, int(ready_N.sum()), runs.tokens)
         self._record(runs.tokens, 0, runs.ended, runs.logprob_sum)
+
+    def _keep_states(self, fields: Fields, shape: Shape) -> None:
+        if self._capture is not None:
+            self._capture.place(fields, shape, self._version if self._due is None else self._due)
 
     def _prefill(self, fields: Fields) -> int:
         """Tiles of prompts in the next step."""
@@ -314,4 +330,6 @@ class CudaEngine(SpeculatingEngine):
                 drafting.move_row(source, target)
 
     def _release(self, job: Job) -> None:
+        if self._capture is not None:
+            self._capture.end(job)
         self._planner.release(job)

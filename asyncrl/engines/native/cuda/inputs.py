@@ -52,6 +52,8 @@ class Fields(NamedTuple):
     """Drafted tokens to be verified."""
     room_N: Any
     """Positions that the row may fill."""
+    kept_X: Any
+    """Where a drafter's training keeps the states of these tokens; 0: nowhere."""
     tile_token_J_S: Any
     tile_next_J_S: Any
     """The tokens behind those."""
@@ -107,7 +109,7 @@ class StepInputs:
         shapes = Fields(
             *((rows * width,), (rows,), (rows,), (rows,)),
             *((rows * width,), (rows * width,), (rows * width,), (rows, 2 * (width - 1))),
-            *((rows,), (rows,)),
+            *((rows,), (rows,), (rows * width,)),
             *((tiles, tile), (tiles, tile), (tiles,), (tiles,), (tiles,)),
             (rows, pages),
         )

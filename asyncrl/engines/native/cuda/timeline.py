@@ -64,6 +64,17 @@ class Timeline:
     def mark(self) -> "Mark":
         return Mark(self.stream)
 
+    def fetch(self, held: Tensor, places: Tensor) -> tuple[Tensor, "Mark"]:
+        """Rows of what earlier steps have left, for the host: they are there once the mark is passed. The host may go
+        on meanwhile, and so may the running step."""
+        on_gpu = self.stream is not None
+        with self.beside():
+            staged = places.pin_memory() if on_gpu else places
+            found = held.index_select(0, staged.to(self.device, non_blocking=True))
+            on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=on_gpu)
+            on_host.copy_(found, non_blocking=True)
+            return on_host, Mark(self._beside)
+
     def wait(self) -> None:
         if self.stream is not None:
             self.stream.synchronize()
@@ -78,3 +89,7 @@ class Mark:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+    @property
+    def passed(self) -> bool:
+        return self._event is None or self._event.query()
