@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from asyncrl.algorithms.advantages import group_relative, towards_teacher
 from asyncrl.config import Rollout, Run, Trainer
-from asyncrl.config.algorithm import Importance, ReinforcePp
+from asyncrl.config.algorithm import NO_CORRECTION, Importance, ReinforcePp
 from asyncrl.config.distillation import Distillation, Teacher
 from asyncrl.config.trainer import Lora
 from asyncrl.errors import DistillationError
@@ -176,6 +176,25 @@ def test_over_the_likeliest_tokens_it_is_that_of_torchs_divergence(
     assert report.figures["teacher_divergence"] == pytest.approx(float(torch.cat(apart).mean()), abs=1e-5)
     assert report.figures["informative_fraction"] == 1.0
     assert "teacher_kl" in report.figures
+
+
+def test_a_divergence_alone_has_no_correction(student: tuple[Path, Any], teachers: list[tuple[Path, Any]]) -> None:
+    """With rewards it is for their part. The same samples, three versions old, are rejected and slow a step down."""
+    path, _ = student
+    groups = taught(make_groups(3), [(teachers[0][1], 1.0)], top_k=5)
+
+    def learned(correction: Importance, reward: float) -> tuple[dict[str, Tensor], StepReport]:
+        run = _run(Distillation(top_k=5, reward=reward), correction=correction, teachers=TEACHERS[:1])
+        learner = Learner(path, run)
+        learner.caution.least = 0.0  # so that the first step has an excess
+        return _learned(learner, groups, 3)
+
+    (found, report), (expected, _) = (learned(each, 0.0) for each in (Importance(), NO_CORRECTION))
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert (report.figures["rejected_samples"], report.figures["lr_scale"]) == (0.0, 1.0)
+    _, mixed = learned(Importance(), 1.0)
+    assert mixed.figures["rejected_samples"] > 0
+    assert mixed.figures["lr_scale"] < 1
 
 
 def test_adapters_have_the_gradient_that_follows_from_that_of_the_weights(
