@@ -80,7 +80,7 @@ def arms(teacher: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     taught = ["pipeline=distill", f"teachers=[{{path: {teacher}}}]", "trainer.warmup_steps=5"]
     own = {
         REWARDS: [],
-        SAMPLED: [*taught, "flow.groups_per_step=256", "trainer.lr=1e-3"],
+        SAMPLED: [*taught, "distill.top_k=0", "flow.groups_per_step=256", "trainer.lr=1e-3"],
         WHOLE: [*taught, f"distill.top_k={VOCABULARY}", "flow.groups_per_step=64", "trainer.lr=3e-3"],
     }
     return {arm: [*own[arm], *length(arm, options)] for arm in own if arm in options.only}
@@ -120,8 +120,8 @@ def common(options: argparse.Namespace) -> list[str]:
     return ["experiment=quickstart", "engine=native", "sentinel.max_kl=0", *rest]
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    options = parse(words)
+def study(options: argparse.Namespace) -> dict[int, Compared]:
+    """By seed, where all runs are there."""
     of_teacher = ["experiment=quickstart", "engine=native", f"steps={TEACHER_STEPS}", "checkpoint.every=0"]
     of_teacher.append(f"evaluation.prompts={options.prompts}")
     teachers = Study(options.root / "teachers", common=of_teacher)
@@ -146,7 +146,12 @@ def main(words: Sequence[str] | None = None) -> None:
         }
         if len(runs) == len(wanted):
             found[seed] = Compared(_last(teachers, TEACHER, seed), runs)
-    if found:
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    options = parse(words)
+    if found := study(options):
         print(table(found, options.points))
 
 

@@ -224,6 +224,7 @@ def test_completions_are_compared_with_others_of_their_group(tmp_path: Path, mod
     assert replay(directory).out.splitlines()[-1].startswith("identical: 4 steps again")
 
 
+@pytest.mark.slow
 def test_a_teacher_judges_what_is_compared(tmp_path: Path, model: Path) -> None:
     """What it says is parked with the completion, and nobody asks for it again."""
     taught = f"teachers=[{{path: {model}}}]", "distill.top_k=4", "distill.reward=1"
@@ -239,6 +240,7 @@ def test_a_teacher_judges_what_is_compared(tmp_path: Path, model: Path) -> None:
     assert replay(directory).out.splitlines()[-1].startswith("identical: 4 steps again")
 
 
+@pytest.mark.slow
 def test_episodes_of_an_agent_are_compared(tmp_path: Path, model: Path) -> None:
     """By all that was said in each."""
     harness = f"agent.function={write_harness(tmp_path)}:two_turns"
