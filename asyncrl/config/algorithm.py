@@ -294,3 +294,5 @@ class CustomCorrection(CorrectionBase, frozen=True, tag="custom"):
 
 Algorithm = Grpo | DrGrpo | Dapo | Rloo | ReinforcePp | Ppo | Gspo | Cispo | Supervised | CustomAlgorithm
 Correction = Importance | CustomCorrection
+NO_CORRECTION = Importance(proximal="behaviour", weight="none", reject=(), max_drift=0)
+"""As `correction=none`."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 import msgspec
 
-from asyncrl.config.algorithm import Algorithm, AlgorithmBase, Correction, Grpo, Importance
+from asyncrl.config.algorithm import NO_CORRECTION, Algorithm, AlgorithmBase, Correction, Grpo, Importance
 from asyncrl.config.base import AboveZero, Chosen, Fraction, Natural, NonNegative, Positive, Probability, Settings
 from asyncrl.config.curriculum import Curriculum, check_curriculum
 from asyncrl.config.distillation import Distillation, Teacher, check_distillation
@@ -350,6 +350,12 @@ class Run(Settings, frozen=True):
         return not self.teachers or self.distill.reward > 0
 
     @property
+    def applied_correction(self) -> Correction:
+        """`correction`, but none where all that is learned from is the divergence from a teacher: it does not depend on
+        which token was sampled, so there is nothing to weigh, and no sample is too old."""
+        return self.correction if self.learns_from_rewards or not self.distill.top_k else NO_CORRECTION
+
+    @property
     def samples_per_step(self) -> int:
         return self.flow.groups_per_step * self.rollout.group_size
 
@@ -541,14 +547,15 @@ def _check_signal(run: Run) -> None:
 
 def _check_normalized_weights(run: Run) -> None:
     """The mean weight divides the whole gradient at the step's end, so nothing unweighted may be in it."""
-    if run.correction.normalizes_weights and (
+    if run.applied_correction.normalizes_weights and (
         run.algorithm.entropy
+        or run.distill.top_k
         or run.algorithm.router_aux_loss
         or (run.algorithm.kl.coefficient and run.algorithm.kl.placement == "loss")
     ):
         raise ConfigError(
-            "correction.batch_normalize=true does not go with algorithm.entropy, algorithm.router_aux_loss or a KL "
-            "penalty in the loss, which have no weights; turn one of them off"
+            "correction.batch_normalize=true does not go with algorithm.entropy, algorithm.router_aux_loss, a KL "
+            "penalty in the loss or distill.top_k, which have no weights; turn one of them off"
         )
 
 

@@ -115,7 +115,7 @@ class Learner:
             self.critic = Critic(model_path, self.model, rate, run.trainer, self.device, self.ranks, self._execution)
         self.hidden: HiddenTap | None = None
         """Where hidden states for a drafter go, if there is one."""
-        self.version, self.caution = 0, Caution(run.correction)
+        self.version, self.caution = 0, Caution(run.applied_correction)
         self.momentum = Momentum(run.trainer.beta1, shortened=run.trainer.shorten_momentum)
         self._reset()
 
@@ -280,12 +280,11 @@ class Learner:
         advantage_L = self._advantages(batch, output.logp_L.detach())
         tokens = Tokens(output.logp_L, corrected.proximal_logp_L, advantage_L, samples)
         loss = self._entry.loss(self._algorithm, tokens)
-        loss_L, signal_L = loss.loss_L, advantage_L.abs()
-        if output.divergence_L is not None:
+        loss_L, signal_L = corrected.weight_L * loss.loss_L, advantage_L.abs()
+        if output.divergence_L is not None:  # not weighted: it does not depend on which token was sampled
             loss_L = loss_L + self._run.distill.coefficient * output.divergence_L
             signal_L = signal_L + output.divergence_L.detach()
             self._add(batch, {"teacher_divergence": output.divergence_L.detach().sum()})
-        loss_L = corrected.weight_L * loss_L
         if self._reference is not None and self._algorithm.kl.placement == "loss":
             with torch.no_grad():
                 reference_L = self._reference(batch).logp_L
@@ -305,7 +304,7 @@ class Learner:
     def _correct(self, logp_L: Tensor, batch: PackedBatch, samples: Samples) -> Corrected:
         if self._algorithm.on_data:
             return of_data(logp_L)
-        return registry.correct(self._run.correction, logp_L, batch.behaviour_logp_L, samples)
+        return registry.correct(self._run.applied_correction, logp_L, batch.behaviour_logp_L, samples)
 
     def _advantages(self, batch: PackedBatch, logp_L: Tensor) -> Tensor:
         """With teachers, of each token by what they and the policy of this moment think of it: a sample may be old."""
@@ -370,7 +369,7 @@ class Learner:
         precisions = [answer.precision for answer in batch.answers]
         self._observed.append(Observed.of(corrected, samples, precisions))
         self._ratios.append(Ratios(corrected.log_rho_L, samples, [answer.slot for answer in batch.answers]))
-        if self._run.correction.normalizes_weights:
+        if self._run.applied_correction.normalizes_weights:
             self._add(batch, {"weight": corrected.weight_L.sum(), "kept": corrected.kept_L.sum()})
 
     def _add(self, batch: PackedBatch, sums: dict[str, float | Tensor]) -> None:

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from asyncrl.config.algorithm import NO_CORRECTION
 from asyncrl.config.errors import did_you_mean
 from asyncrl.config.run import Run, WarmStart, load
 from asyncrl.errors import ConfigError
-from pipelines.compose import _without_hydras_own_warnings
+from pipelines.compose import _without_hydras_own_warnings, compose
 
 
 def refusal(raw: dict[str, Any]) -> str:
@@ -136,6 +137,15 @@ def test_derived_numbers() -> None:
             "them, or set distill.top_k=0",
         ),
         (
+            {
+                "teachers": [{"path": "t"}],
+                "distill": {"top_k": 8, "reward": 1.0},
+                "correction": {"type": "importance", "batch_normalize": True},
+            },
+            "correction.batch_normalize=true does not go with algorithm.entropy, algorithm.router_aux_loss, a KL "
+            "penalty in the loss or distill.top_k",
+        ),
+        (
             {"teachers": [{"path": "t"}], "distill": {"divergence": "forward"}},
             "distill.divergence=forward needs tokens that the student may not have sampled: set distill.top_k",
         ),
@@ -258,3 +268,10 @@ def test_a_pure_distillation_needs_no_group() -> None:
     assert not run.learns_from_rewards
     assert load(taught | {"algorithm": {"type": "ppo"}, "distill": {"reward": 0.1}}).learns_from_rewards
     assert Run().learns_from_rewards
+
+
+def test_a_divergence_alone_has_no_correction() -> None:
+    taught = {"teachers": [{"path": "t"}]}
+    alone, mixed = (load(taught | {"distill": {"top_k": 8, "reward": reward}}) for reward in (0.0, 0.5))
+    assert alone.applied_correction == NO_CORRECTION == compose(["correction=none"]).correction
+    assert mixed.applied_correction == mixed.correction == load(taught).applied_correction != NO_CORRECTION

@@ -25,6 +25,7 @@ from tests.support.quickstart_runs import finish, kill_after_step, resume, start
 from tests.support.tiny_model import tiny_checkpoint
 
 SMALL = ("evaluation.prompts=4", "rollout.max_tokens=24", "trainer.lr=1e-3")
+ADAPTERS = ("trainer.lora.rank=16", "trainer.lr=1e-2")
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +70,13 @@ def test_the_student_comes_closer_to_its_teacher(tmp_path: Path, model: Path, te
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_over_the_likeliest_tokens_it_comes_closer(tmp_path: Path, model: Path, teacher: Path) -> None:
+@pytest.mark.parametrize("lora", [(), pytest.param(ADAPTERS, marks=pytest.mark.nightly)], ids=["whole", "adapters"])
+def test_over_the_likeliest_tokens_it_comes_closer(
+    tmp_path: Path, model: Path, teacher: Path, lora: tuple[str, ...]
+) -> None:
     settings = "steps=8", "flow.groups_per_step=48", "flow.groups_per_take=16", "max_staleness=1", "pipeline=distill"
     rest = "trainer.warmup_steps=4", "distill.top_k=8", f"teachers=[{{path:{teacher}}}]"
-    quickstart_runs.run(tmp_path, model, *SMALL, *settings, *rest)
+    quickstart_runs.run(tmp_path, model, *SMALL, *settings, *rest, *lora)
     run = tmp_path / "run"
     with open_run(run) as tables:
         figures = "SELECT teacher_divergence, teacher_kl, informative_fraction FROM metrics ORDER BY step"

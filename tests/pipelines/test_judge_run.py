@@ -25,6 +25,7 @@ from pipelines.compose import from_yaml
 from tests.pipelines.test_agents import kill_actor
 from tests.pipelines.test_replay import replay
 from tests.support import quickstart_runs
+from tests.support.agents import write_harness
 from tests.support.command import Done, asyncrl
 from tests.support.judge_server import GOOD, Faults, JudgeServer, judge_server
 
@@ -220,6 +221,36 @@ def test_completions_are_compared_with_others_of_their_group(tmp_path: Path, mod
     told = asyncrl("report", directory)
     assert told.code == 0, told.err
     assert "pairs were compared, each in both orders" in (directory / "report.html").read_text()
+    assert replay(directory).out.splitlines()[-1].startswith("identical: 4 steps again")
+
+
+@pytest.mark.slow
+def test_a_teacher_judges_what_is_compared(tmp_path: Path, model: Path) -> None:
+    """What it says is parked with the completion, and nobody asks for it again."""
+    taught = f"teachers=[{{path: {model}}}]", "distill.top_k=4", "distill.reward=1"
+    with judge_server(longer) as server:
+        done = asyncrl("run", *with_pairs(server, tmp_path, model, *taught))
+    assert done.code == 0, done.out + done.err
+    directory = tmp_path / "run"
+    for sample in compared(directory):
+        assert len(sample.teacher_logprobs) == sample.sampled_tokens
+        assert sample.teacher_top_k.shape == (sample.sampled_tokens, 9)
+    assert (summary(directory)["ledger"]["dropped"], summary(directory)["ledger"]["consumed"]) == ({}, 64)
+    assert "verdict     sound" in checked(directory)
+    assert replay(directory).out.splitlines()[-1].startswith("identical: 4 steps again")
+
+
+@pytest.mark.slow
+def test_episodes_of_an_agent_are_compared(tmp_path: Path, model: Path) -> None:
+    """By all that was said in each."""
+    harness = f"agent.function={write_harness(tmp_path)}:two_turns"
+    with judge_server(longer) as server:
+        done = asyncrl("run", *with_pairs(server, tmp_path, model, harness, "rollout.max_tokens=60"))
+    assert done.code == 0, done.out + done.err
+    directory = tmp_path / "run"
+    assert all(sample.episode is not None for sample in compared(directory))
+    assert (summary(directory)["ledger"]["dropped"], summary(directory)["ledger"]["consumed"]) == ({}, 64)
+    assert "verdict     sound" in checked(directory)
     assert replay(directory).out.splitlines()[-1].startswith("identical: 4 steps again")
 
 

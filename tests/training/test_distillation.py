@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from asyncrl.algorithms.advantages import group_relative, towards_teacher
 from asyncrl.config import Rollout, Run, Trainer
-from asyncrl.config.algorithm import Importance, ReinforcePp
+from asyncrl.config.algorithm import NO_CORRECTION, Importance, ReinforcePp
 from asyncrl.config.distillation import Distillation, Teacher
+from asyncrl.config.trainer import Lora
 from asyncrl.errors import DistillationError
 from asyncrl.models.head import FAINT
 from asyncrl.models.names import cut
@@ -169,12 +170,55 @@ def test_over_the_likeliest_tokens_it_is_that_of_torchs_divergence(
             apart_L = functional.kl_div(first, second, reduction="none", log_target=True).sum(-1)
             logp_L = sampled_logp(model, trajectory)
             weight_L, loss_L = _weighted(trajectory, logp_L, torch.full_like(logp_L, distill.reward * reward), version)
-            (weight_L * (loss_L + distill.coefficient * apart_L)).sum().backward()
+            (weight_L * loss_L + distill.coefficient * apart_L).sum().backward()
             apart.append(apart_L.detach())
     _compare(gradient_of, learner, model, report.tokens, atol=1e-5)
     assert report.figures["teacher_divergence"] == pytest.approx(float(torch.cat(apart).mean()), abs=1e-5)
     assert report.figures["informative_fraction"] == 1.0
     assert "teacher_kl" in report.figures
+
+
+def test_a_divergence_alone_has_no_correction(student: tuple[Path, Any], teachers: list[tuple[Path, Any]]) -> None:
+    """With rewards it is for their part. The same samples, three versions old, are rejected and slow a step down."""
+    path, _ = student
+    groups = taught(make_groups(3), [(teachers[0][1], 1.0)], top_k=5)
+
+    def learned(correction: Importance, reward: float) -> tuple[dict[str, Tensor], StepReport]:
+        run = _run(Distillation(top_k=5, reward=reward), correction=correction, teachers=TEACHERS[:1])
+        learner = Learner(path, run)
+        learner.caution.least = 0.0  # so that the first step has an excess
+        return _learned(learner, groups, 3)
+
+    (found, report), (expected, _) = (learned(each, 0.0) for each in (Importance(), NO_CORRECTION))
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert (report.figures["rejected_samples"], report.figures["lr_scale"]) == (0.0, 1.0)
+    _, mixed = learned(Importance(), 1.0)
+    assert mixed.figures["rejected_samples"] > 0
+    assert mixed.figures["lr_scale"] < 1
+
+
+def test_adapters_have_the_gradient_that_follows_from_that_of_the_weights(
+    student: tuple[Path, Any], teachers: list[tuple[Path, Any]]
+) -> None:
+    """Of W + scale B A: the gradient of B is scale dW A^T, and that of A is 0 while B is. What dW is, the definition
+    says above."""
+    path, _ = student
+    groups = taught(make_groups(3), [(teachers[0][1], 1.0)], top_k=5)
+    run = _run(Distillation(top_k=5), teachers=TEACHERS[:1])
+    whole = Learner(path, run)
+    of_weights, report = _learned(whole, groups, 3)
+    expected = {name: gradient for own, parts in whole.model.parts() for name, gradient in cut(of_weights[own], parts)}
+    lora = msgspec.structs.replace(run.trainer, lora=Lora(rank=4, alpha=8.0))
+    learner = Learner(path, msgspec.structs.replace(run, trainer=lora))
+    scaled_A = {module: adapter.scale * adapter.A.detach().clone() for module, _, adapter in learner.model.adapted()}
+    gradient_of, of_adapters = _learned(learner, groups, 3)
+    for module, name, _ in learner.model.adapted():
+        wanted = expected[f"{module}.weight"] @ scaled_A[module].T
+        assert torch.allclose(gradient_of[f"{name}.B"], wanted, rtol=1e-3, atol=1e-6), module
+        assert not gradient_of[f"{name}.A"].any()
+    assert len(gradient_of) == 2 * 14
+    for figure in ("teacher_divergence", "teacher_kl"):
+        assert of_adapters.figures[figure] == pytest.approx(report.figures[figure], rel=1e-5)
 
 
 def _buckets(logp_L_V: Tensor, teacher_L_V: Tensor, count: int) -> Tensor:
