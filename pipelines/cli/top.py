@@ -103,18 +103,8 @@ def _figures(found: Snapshot) -> Table:
 
 
 def _engines(found: Snapshot) -> Table:
-    names = (
-        "engine",
-        "completions/s",
-        "tokens/s",
-        "s/completion",
-        "running",
-        "waiting",
-        "busy",
-        "cached",
-        "moved",
-        "version",
-    )
+    rates, load = ("completions/s", "tokens/s", "s/completion"), ("running", "waiting", "busy", "cached", "moved")
+    names = ("engine", *rates, *load, "version")
     table = Table(*names, box=None, padding=(0, 2, 0, 0))
     for name, engine in found.engines.items():
         table.add_row(

@@ -63,18 +63,13 @@ def test_figures_by_hand(tmp_path: Path) -> None:
 
 def test_the_load_of_each_engine(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
-    told = {
-        "engine": ["rollout-0", "rollout-7"],
-        "version": [2, 1],
-        "running": [5, 0],
-        "waiting": [3, 0],
-        "moved": [0, 4],
-    }
+    told = {"engine": ["rollout-0", "rollout-7"], "version": [2, 1], "running": [5, 0], "waiting": [3, 0]}
     rows = [
         {"step": step, "version": step + 1, "time": 100.0 + 4 * step, "loop_seconds": 4.0 * step, "samples": 4,
          "reward": 0.5, "engines": told | {"generated_tokens": [9, 9], "busy_seconds": [1.0 + 3 * step, 2.0],
          # The second was started again in between.
-         "prefilled_tokens": [100 + 10 * step, 50 - 20 * step], "cached_tokens": [10 + 30 * step, 40 - 30 * step]}}
+         "prefilled_tokens": [100 + 10 * step, 50 - 20 * step], "cached_tokens": [10 + 30 * step, 40 - 30 * step],
+         "moved": [0, 4]}}
         for step in range(2)
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), run / "metrics.parquet")
