@@ -1,9 +1,11 @@
 """The waste ledger: what became of every sampled token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.drop_reasons import CALL_CUT_OFF, DropReason, describe
 from asyncrl.observe.report.figures import Found
+from asyncrl.observe.report.recorded import Row
 
 KEPT = {"trained": "trained on", "training": "in the step being taken", "buffered": "wait in the buffer"}
 ORDER = [*KEPT, *(str(reason) for reason in DropReason), CALL_CUT_OFF]
@@ -74,7 +76,7 @@ def _notes(found: Found) -> list[str]:
     return notes
 
 
-def _prefixes(rows: list[dict[str, Any]]) -> list[str]:
+def _prefixes(rows: Sequence[Row]) -> list[str]:
     """Since each engine was started, of those at the end of the last step; nothing of runs of earlier releases."""
     told = rows[-1].get("engines") if rows else None
     if not told or not told.get("cached_tokens"):

@@ -53,6 +53,8 @@ class Planner:
         """`move` is told when a row becomes another one; `reuse` pages of earlier requests."""
         self._reuse, self._mixed = reuse, set[Job]()
         """Jobs with keys and values of several policy versions."""
+        self._written: list[Job] = []
+        """Jobs whose prompts the steps before have computed: others may find them from now on."""
         self.cached = 0
         """Tokens of prompts whose keys and values were there already."""
         self._routes = routes
@@ -88,6 +90,10 @@ class Planner:
         if not self._lagging:
             return 0
         slots, used, copies = self._slots, 0, list[Copy]()
+        for job in self._written:
+            if job.row >= 0:  # else it was remembered as it ended
+                self._remember(job)
+        self._written.clear()
         before = slots.computed.copy()
         behind = (self._next() - before[: slots.count]).tolist()
         self._lagging = [job for job in self._lagging if job.row >= 0 and behind[job.row] > 1]
@@ -112,7 +118,7 @@ class Planner:
                 used += self._cut(fields, used, row, start, end)
                 slots.computed[row] = slots.head_computed[row] = end
                 if end == slots.known[row] - 1:
-                    self._remember(job)
+                    self._written.append(job)
         if copies:
             self._copy(copies)  # of pages that earlier steps have written, into pages that were free
         return used
