@@ -50,8 +50,8 @@ async def read(engine: Engine, name: str, tokens: Iterable[int], length: int, co
     return [token async for delta in engine.submit(request) for token in delta.segment.tokens.tolist()]
 
 
-async def converse(engine: Engine, name: str, turns: int, *, named: bool) -> None:
-    random = np.random.default_rng(0)
+async def converse(engine: Engine, number: int, turns: int, *, named: bool) -> None:
+    random, name = np.random.default_rng(number), f"{number}"
     tokens = random.integers(0, VOCABULARY, 200).tolist()
     for turn in range(turns):
         tokens += await read(engine, f"{name}.{turn}", tokens, 60, name if named else "")
@@ -63,7 +63,7 @@ async def of_turns(path: Path, conversations: int, turns: int, *, named: bool) -
     await engine.start()
     async with asyncio.TaskGroup() as tasks:
         for number in range(conversations):
-            tasks.create_task(converse(engine, f"{number}", turns, named=named))
+            tasks.create_task(converse(engine, number, turns, named=named))
     computed = engine.stats().prefilled_tokens
     await engine.close()
     return computed
