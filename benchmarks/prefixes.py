@@ -4,7 +4,7 @@
 
 `turns`: conversations of several turns at the CPU engine, whose requests name their conversation or do not.
 `documents`: groups whose prompts begin with one of some documents, over two of the engines for GPUs (their kernels in
-torch), routed by prefix or to the least full engine; weights change after every few groups, which forgets everything.
+torch), routed by prefix or to the least full engine. All of one policy version: an update would forget everything.
 """
 
 import argparse
