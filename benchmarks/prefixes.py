@@ -26,6 +26,8 @@ from asyncrl.types import Request, Sampling
 
 VOCABULARY = 256
 DOCUMENT_TOKENS = 512
+AT_ONCE = 8
+"""Groups at each engine; with few of them the bound leaves no choice."""
 
 
 def model(directory: Path) -> Path:
@@ -70,7 +72,7 @@ async def of_turns(path: Path, conversations: int, turns: int, *, named: bool) -
 
 
 async def of_documents(path: Path, groups: int, documents: int, engines: int, *, routed: bool) -> int:
-    """One group at a time at each engine, all of one version."""
+    """All of one version."""
     fleet = {
         f"{number}": CudaEngine(path, Settings(), name="paged", device=torch.device("cpu")) for number in range(engines)
     }
@@ -80,7 +82,7 @@ async def of_documents(path: Path, groups: int, documents: int, engines: int, *,
     texts = random.integers(0, VOCABULARY, (documents, DOCUMENT_TOKENS)).tolist()
     busy: list[tuple[str, asyncio.Task[list[int]]]] = []
     for group, document in enumerate(random.integers(0, documents, groups).tolist()):
-        if len(busy) == 2 * engines:
+        if len(busy) == AT_ONCE * engines:
             name, task = busy.pop(0)
             await task
             router.take_back(name, 1)
