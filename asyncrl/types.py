@@ -385,6 +385,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     routed: int = 0
     """So many of the first `tokens` have their routes from the engine that fed them first; those of the others are
     returned."""
+    conversation: str = ""
+    """Another request may go on from this one, under the same name: its keys and values are worth keeping. Empty: none
+    will."""
 
     def after(self, sampled: Sequence[Segment]) -> "Request":
         """The rest, behind what was sampled of it."""
@@ -421,9 +424,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     generated_tokens: int
     prefilled_tokens: int
+    """Computed, of prompts and of earlier turns."""
     reprefilled_tokens: int
     steps: int
     busy_seconds: float
+    cached_tokens: int = 0
+    """The same, but their keys and values were there: from a sibling, an earlier turn, or another prompt."""
+    kv_tokens: int = 0
+    """That it has room for; 0 where it does not say."""
     preempted: int = 0
     """Requests that lost their place in the KV cache and were computed again."""
     drafts: int = 0

@@ -230,11 +230,13 @@ class RolloutActor:
         if self._generator.leaving:
             unfinished[slot] = begun
             return
+        name = f"{slot.group}/{slot.sample}"
         request = Request(
-            id=f"{slot.group}/{slot.sample}",
+            id=name,
             tokens=tokenized.tokens,
             sampling=self._sampling(),
             seed=random_stream(self._run.seed, "train", slot.group, slot.sample),
+            conversation=name if self._run.environment.on else "",
         )
         with self._offered(request):
             with self._quarantine.running(request.id):
@@ -316,10 +318,11 @@ class RolloutActor:
             return await self._evaluate_episodes(plays, self._episodes)
         requests = [
             Request(
-                id=f"eval/{evaluation}/{number}",
+                id=(name := f"eval/{evaluation}/{number}"),
                 tokens=tuple(self._tokenizer.encode_prompt(prompt, self._run.rollout)),
                 sampling=self._sampling(greedy=greedy),
                 seed=random_stream(seed, "held_out", number),
+                conversation=name if self._run.environment.on else "",
             )
             for number, prompt in enumerate(prompts)
         ]

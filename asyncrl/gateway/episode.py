@@ -101,6 +101,7 @@ class OpenEpisode:
             tokens=prompt,
             sampling=msgspec.structs.replace(self._sampling, max_tokens=room),
             seed=random_stream(self._seed, opened.number),
+            conversation=self._name,
         )
         try:
             sampled = await self._sampler(request)

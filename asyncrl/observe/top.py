@@ -47,6 +47,10 @@ class Load(msgspec.Struct, frozen=True):
     """Requests that it can run at a time."""
     busy: float | None
     """Share of the newest steps' time in which it computed; None if it does not report it."""
+    cached: float | None = None
+    """Share of the newest steps' prompt and history tokens that it found in its cache; None without any."""
+    moved: int = 0
+    """Samples that went on at other engines because it died or was drained."""
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -210,19 +214,43 @@ class Watch:
 
 
 def _loads(recent: list[dict[str, Any]], places: int) -> dict[str, Load]:
-    """By engine; runs of earlier releases did not record it."""
+    """By engine; runs of earlier releases did not record it, or not all of it."""
     if not recent or not (told := recent[-1].get("engines")):
         return {}
-    first = recent[0].get("engines") or {}
-    before = dict(zip(first.get("engine", ()), first.get("busy_seconds", ()), strict=True))
+    now, before = _by_engine(told), _by_engine(recent[0].get("engines") or {}) if len(recent) > 1 else {}
     seconds = recent[-1]["time"] - recent[0]["time"]
     found: dict[str, Load] = {}
-    figures = (told[name] for name in ("engine", "version", "running", "waiting", "busy_seconds"))
-    for name, version, running, waiting, total in zip(*figures, strict=True):
-        worked = total - before.get(name, total)  # less than none: it was started again
+    for name, its in now.items():
+        first = before.get(name, its)
+        worked = its["busy_seconds"] - first["busy_seconds"]  # less than none: it was started again
         busy = min(1.0, worked / seconds) if worked > 0 and seconds > 0 else None
-        found[name] = Load(version, recent[-1]["version"] - version, running, waiting, places, busy)
+        found[name] = Load(
+            version=its["version"],
+            behind=recent[-1]["version"] - its["version"],
+            running=its["running"],
+            waiting=its["waiting"],
+            places=places,
+            busy=busy,
+            cached=_found(its, before.get(name, {})),
+            moved=its.get("moved") or 0,
+        )
     return found
+
+
+def _by_engine(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """From a list for each figure."""
+    columns = [(name, values) for name, values in told.items() if values]
+    rows = zip(*(values for _, values in columns), strict=True)
+    figures = [dict(zip((name for name, _ in columns), row, strict=True)) for row in rows]
+    return {row["engine"]: row for row in figures}
+
+
+def _found(its: dict[str, Any], first: dict[str, Any]) -> float | None:
+    cached, computed = ((its.get(name) or 0) for name in ("cached_tokens", "prefilled_tokens"))
+    earlier_cached, earlier_computed = ((first.get(name) or 0) for name in ("cached_tokens", "prefilled_tokens"))
+    if cached >= earlier_cached and computed >= earlier_computed:  # else it was started again
+        cached, computed = cached - earlier_cached, computed - earlier_computed
+    return cached / (cached + computed) if cached + computed else None
 
 
 def _rates(recent: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

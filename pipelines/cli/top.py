@@ -103,7 +103,8 @@ def _figures(found: Snapshot) -> Table:
 
 
 def _engines(found: Snapshot) -> Table:
-    names = ("engine", "completions/s", "tokens/s", "s/completion", "running", "waiting", "busy", "version")
+    rates, load = ("completions/s", "tokens/s", "s/completion"), ("running", "waiting", "busy", "cached", "moved")
+    names = ("engine", *rates, *load, "version")
     table = Table(*names, box=None, padding=(0, 2, 0, 0))
     for name, engine in found.engines.items():
         table.add_row(
@@ -123,6 +124,8 @@ def _load(load: Load | None) -> list[str]:
         f"{load.running} of {load.places}" if load.places else str(load.running),
         str(load.waiting),
         "" if load.busy is None else f"{load.busy:.0%}",
+        "" if load.cached is None else f"{load.cached:.0%}",
+        str(load.moved),
         f"{load.version}, {load.behind} behind" if load.behind > 0 else str(load.version),
     ]
 

@@ -24,9 +24,9 @@ from actors.rollout.actor import RolloutActor
 from asyncrl.config import Run
 from asyncrl.errors import ActorError, EngineError, StorageError, WeightSyncError
 from asyncrl.fleet.elastic import ElasticPolicy, WaitMeter
-from asyncrl.types import EngineStats, WeightManifest
+from asyncrl.types import WeightManifest
 from asyncrl.weights.transports.registry import serves_late_joiners
-from pipelines.fleet.engine_pool import EnginePool
+from pipelines.fleet.engine_pool import EnginePool, engine_stats
 from pipelines.recording.recorder import Recorder
 
 LOOKS = 20
@@ -56,12 +56,6 @@ class Waits:
             yield
         finally:
             self.for_places = False
-
-
-async def engine_stats(fleet: Fleet, names: tuple[str, ...]) -> dict[str, EngineStats]:
-    """Of those that respond."""
-    found = await asyncio.gather(*(fleet.state.handles[name].stats() for name in names), return_exceptions=True)
-    return {name: stats for name, stats in zip(names, found, strict=True) if isinstance(stats, EngineStats)}
 
 
 async def tune(run: Run, fleet: Fleet, engines: EnginePool) -> None:

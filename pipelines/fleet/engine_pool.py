@@ -1,6 +1,6 @@
 """The engines of a run: who gets which groups, and what happens when one dies.
 
-    share -> generate on the engine with the least to do
+    share -> generate on the engine that asyncrl/fleet/routing.py chooses; turns of its conversations stay there
                  | its process dies
                  v
              what it had not finished goes to the others, each completion from where it was at the last weight update;
@@ -23,8 +23,9 @@ from actors.runtime import spawn
 from asyncrl.config import Run
 from asyncrl.errors import ActorError, EngineError, WeightSyncError
 from asyncrl.fleet.concurrency import InFlightLimit, Pressure
+from asyncrl.fleet.routing import Router
 from asyncrl.tasks.base import Task
-from asyncrl.types import EngineStats, Segment, Slot, Ticket
+from asyncrl.types import EngineStats, Prompt, Segment, Slot, Ticket
 from pipelines.recording.recorder import Recorder
 
 # How much each engine has to do, as the driver counts it: samples that were given to it and are not finished.
@@ -37,23 +38,41 @@ engines which are the bottleneck are between this and full."""
 class EngineLoad:
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._held = Counter[str]()
+        self._router = Router()
+        self._kv_tokens: dict[str, int] = {}
         self._besides = Counter[str]()
         """Calls that are no training work."""
         self._limits: dict[str, InFlightLimit] = {}
 
     def with_room(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those that may be given more."""
-        return tuple(name for name in names if name not in self._limits or self._held[name] < self._limits[name].limit)
+        return tuple(name for name in names if name not in self._limits or self.of(name) < self._limits[name].limit)
 
-    def give(self, names: Sequence[str], samples: int) -> str:
-        """To the one that has the least to do."""
-        name = min(names, key=lambda each: self._held[each])
-        self._held[name] += samples
-        return name
+    def give(self, names: Sequence[str], samples: int, prompt: Prompt) -> str:
+        return self._router.give(self._capacities(names), samples, "\0".join([*prompt.earlier, prompt.text]))
 
     def take_back(self, name: str, samples: int) -> None:
-        self._held[name] -= samples
+        self._router.take_back(name, samples)
+
+    def forget_prefixes(self) -> None:
+        """The engines have other weights, and forget them too."""
+        self._router.forget()
+
+    def _capacities(self, names: Sequence[str]) -> dict[str, float]:
+        """What each can run at a time: as many requests as were measured to pay, or tokens that it has room for."""
+        if all(name in self._limits for name in names):
+            return {name: self._limits[name].limit for name in names}
+        rows = self._run.engine.max_batch * (self._run.engine.length_limit or 0)
+        sizes = {name: min(size, rows) or size for name in names if (size := self._kv_tokens.get(name, 0))}
+        usual = max(sizes.values(), default=1)
+        return {name: sizes.get(name, usual) for name in names}
+
+    def unmeasured(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those whose size is not known."""
+        return tuple(name for name in names if name not in self._kv_tokens)
+
+    def measured(self, name: str, kv_tokens: int) -> None:
+        self._kv_tokens[name] = kv_tokens
 
     @contextmanager
     def also_busy(self, names: Sequence[str]) -> Generator[None, None, None]:
@@ -64,17 +83,17 @@ class EngineLoad:
             self._besides.subtract(names)
 
     def idle(self, name: str) -> bool:
-        return not self._held[name] and not self._besides[name]
+        return not self.of(name) and not self._besides[name]
 
     def of(self, name: str) -> int:
-        return self._held[name]
+        return self._router.held(name)
 
     def empty(self, names: Sequence[str], places: int) -> float:
         """The share of the engines' room that is not used, 0 to 1, with `places` for samples in all."""
         if not names:
             return 0.0
         full = WELL_USED * min(self._run.engine.max_batch, max(1, places / len(names)))
-        return sum(max(0.0, 1 - self._held[name] / full) for name in names) / len(names)
+        return sum(max(0.0, 1 - self.of(name) / full) for name in names) / len(names)
 
     def observe(self, now: float, stats: Mapping[str, EngineStats]) -> None:
         """Set each engine's limit by what it says of itself."""
@@ -83,10 +102,22 @@ class EngineLoad:
             pressure = Pressure(
                 said.running, said.waiting, said.generated_tokens, said.preempted, said.reprefilled_tokens
             )
-            limit.observe(now, self._held[name], pressure)
+            limit.observe(now, self.of(name), pressure)
+
+    def died(self, name: str) -> None:
+        """Its next process holds nothing, and may be of another size."""
+        self._kv_tokens.pop(name, None)
+        self._router.forget(name)
 
     def forget(self, name: str) -> None:
+        self.died(name)
         self._limits.pop(name, None)
+
+
+async def engine_stats(fleet: Fleet, names: tuple[str, ...]) -> dict[str, EngineStats]:
+    """Of those that respond."""
+    found = await asyncio.gather(*(fleet.state.handles[name].stats() for name in names), return_exceptions=True)
+    return {name: stats for name, stats in zip(names, found, strict=True) if isinstance(stats, EngineStats)}
 
 
 RESUME = "`asyncrl resume` continues from the last checkpoint"
@@ -112,22 +143,33 @@ class EnginePool:
 
     async def share(self, tickets: Sequence[Ticket], work: asyncio.TaskGroup, begun: Begun | None = None) -> None:
         """Begin to generate; waits only while no engine serves, or none may be given more."""
-        waiting = deque(tickets)
+        waiting = deque((ticket, self._task.prompt("train", ticket.prompt_index)) for ticket in tickets)
         while waiting:
             await self._some(self._with_room)
-            shares: dict[str, list[Ticket]] = {}
+            await self._measure()
+            shares: dict[str, list[tuple[Ticket, Prompt]]] = {}
             while waiting and (free := self._with_room()):
-                name = self.load.give(free, len(waiting[0].samples))
-                shares.setdefault(name, []).append(waiting.popleft())
+                ticket, prompt = waiting.popleft()
+                name = self.load.give(free, len(ticket.samples), prompt)
+                shares.setdefault(name, []).append((ticket, prompt))
             for name, share in shares.items():
-                for part in [[ticket] for ticket in share] if self._one_by_one else [share]:
+                for part in [[each] for each in share] if self._one_by_one else [share]:
                     work.create_task(self._generate(name, part, begun or {}, work))
 
     def _with_room(self) -> tuple[str, ...]:
         return self.load.with_room(self._state.serving)
 
-    async def _generate(self, name: str, tickets: list[Ticket], begun: Begun, work: asyncio.TaskGroup) -> None:
-        prompts = [(ticket, self._task.prompt("train", ticket.prompt_index)) for ticket in tickets]
+    async def _measure(self) -> None:
+        """How large the engines are, of which it is not known."""
+        if len(self._state.serving) > 1 and (names := self.load.unmeasured(self._state.serving)):
+            found = await engine_stats(self._fleet, names)
+            for name in names:  # one that does not answer has died, and is measured when it is back
+                self.load.measured(name, found[name].kv_tokens if name in found else 0)
+
+    async def _generate(
+        self, name: str, prompts: list[tuple[Ticket, Prompt]], begun: Begun, work: asyncio.TaskGroup
+    ) -> None:
+        tickets = [ticket for ticket, _ in prompts]
         groups = {ticket.group for ticket in tickets}
         try:
             known = {slot: parts for slot, parts in begun.items() if slot.group in groups}
@@ -141,6 +183,7 @@ class EnginePool:
             await self.notify()
         if handed_over:
             missing, begun = await self._fleet.buffer.reassign(groups)
+            self._recorder.moved(name, sum(len(ticket.samples) for ticket in missing))
             await self.share(missing, work, begun)
 
     async def _some(self, names: Callable[[], Sequence[str]]) -> tuple[str, ...]:
@@ -171,6 +214,7 @@ class EnginePool:
                 raise WeightSyncError(
                     f"{', '.join(sorted(hung))} did not acknowledge version {published.version}; {RESUME}"
                 )
+            self.load.forget_prefixes()
             await self.notify()
             return published
 
@@ -189,6 +233,7 @@ class EnginePool:
             raise error
         if self._state.died(name):
             self._recorder.lost(name, str(error))
+            self.load.died(name)
             task = asyncio.create_task(self._bring_back(name))
             self._recovering.add(task)
             task.add_done_callback(self._recovered)

@@ -38,7 +38,10 @@ from pipelines.recording.progress import Progress
 
 METRICS_SECONDS, ROW_SECONDS = 5.0, 0.001
 """Between two writes of metrics.parquet, and for each of its rows: a hundred times what it takes to write a row."""
-ENGINE_FIGURES = ("version", "running", "waiting", "generated_tokens", "busy_seconds")
+ENGINE_FIGURES = (
+    *("version", "running", "waiting", "generated_tokens", "busy_seconds"),
+    *("prefilled_tokens", "cached_tokens"),
+)
 RAY_TRACKERS: dict[TrackerName, str] = {"prometheus": "actors.runtime.prometheus:open"}
 """Trackers that need Ray, which those of `asyncrl.observe.trackers.registry` may not."""
 
@@ -67,6 +70,8 @@ class Recorder:
         self._earlier_seconds = self.rows[-1]["loop_seconds"] if self.rows else 0.0
         self._generated = Counter[str]()
         """Tokens of each engine since it was started."""
+        self._moved = Counter[str]()
+        """Samples of each engine that went on at others."""
         self._generated_before = self.rows[-1]["generated_tokens"] if self.rows else 0
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -126,7 +131,10 @@ class Recorder:
             "replicas": len(stats),
             "running": sum(s.running for s in stats),
             "waiting": sum(s.waiting for s in stats),
-            "engines": _engines(engines),
+            "prefilled_tokens": sum(s.prefilled_tokens for s in stats),
+            "cached_tokens": sum(s.cached_tokens for s in stats),
+            "moved": self._moved.total(),
+            "engines": _engines(engines, self._moved),
             **_drafting(stats),
             **{f"reward_{name}": value for name, value in msgspec.structs.asdict(await fleet.reward.stats()).items()},
             **_judged(await fleet.reward.judge_stats()),
@@ -228,6 +236,10 @@ class Recorder:
         """An engine died, and is brought back."""
         self.event("engine_lost", engine=engine, reason=reason)
         self._say(f"{engine} died and is started again; its completions continue on other engines")
+
+    def moved(self, engine: str, samples: int) -> None:
+        """So many samples of an engine that died or leaves go on at others."""
+        self._moved[engine] += samples
 
     def resized(self, size: int, wanted: int, reason: str) -> None:
         """The elastic pool was given another target size."""
@@ -350,10 +362,10 @@ async def _teaching(fleet: Fleet) -> Row:
     return {f"teacher_{name}": sum(each[name] for each in stats) for name in (stats[0] if stats else ())}
 
 
-def _engines(stats: Mapping[str, EngineStats]) -> Row:
+def _engines(stats: Mapping[str, EngineStats], moved: Mapping[str, int]) -> Row:
     """A list for each figure, which is written faster than an object for each engine."""
     figures = {name: [getattr(found, name) for found in stats.values()] for name in ENGINE_FIGURES}
-    return {"engine": list(stats), **figures}
+    return {"engine": list(stats), **figures, "moved": [moved.get(name, 0) for name in stats]}
 
 
 def _drafting(stats: Sequence[EngineStats]) -> Row:

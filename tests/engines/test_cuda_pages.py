@@ -36,6 +36,7 @@ class Pages(RuleBasedStateMachine):
         self.memory = np.zeros((PAGES, SIZE), np.int64)
         self.texts: list[list[int]] = [[] for _ in range(ROWS)]
         self.next = 1
+        self.remembered: list[list[int]] = []
 
     @rule(row=st.integers(0, ROWS - 1), count=st.integers(1, 12))
     def write(self, row: int, count: int) -> None:
@@ -62,6 +63,26 @@ class Pages(RuleBasedStateMachine):
         for copy in copies:
             self.memory[copy.target] = self.memory[copy.source]
         self.texts[to] = self.texts[source][:length]
+
+    @rule(row=st.integers(0, ROWS - 1), count=st.integers(0, LENGTH))
+    def remember(self, row: int, count: int) -> None:
+        text = self.texts[row][:count]
+        self.table.remember(row, np.array(text, np.int64))
+        self.remembered.append(text)
+
+    @rule(row=st.integers(0, ROWS - 1), number=st.integers(0, 99), more=st.integers(0, SIZE))
+    def find(self, row: int, number: int, more: int) -> None:
+        if self.table.held[row] or not self.remembered:
+            return
+        text = self.remembered[number % len(self.remembered)]
+        found = self.table.find(row, np.array(text + [-1] * more, np.int64))
+        assert found <= len(text)
+        assert found == self.table.held[row] * SIZE
+        self.texts[row] = text[:found]
+
+    @rule()
+    def forget(self) -> None:
+        self.table.forget()
 
     @rule(row=st.integers(0, ROWS - 1))
     def release(self, row: int) -> None:

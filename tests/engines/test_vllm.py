@@ -24,7 +24,17 @@ from asyncrl.system.devices import has_avx512, has_gpu
 from asyncrl.types import EngineStats, SpeculationArm
 from asyncrl.weights.transports.shared_memory import SharedMemoryWriter
 from pipelines.plan import plan
-from tests.support.driving import LONG, Answer, ask, child_processes, collect, collect_all, serving, until_generated
+from tests.support.driving import (
+    LONG,
+    Answer,
+    ask,
+    child_processes,
+    collect,
+    collect_all,
+    publishing,
+    serving,
+    until_generated,
+)
 from tests.support.parity import gathered, reference_logits
 from tests.support.real_vllm import TINY, needs_vllm
 from tests.support.tiny_model import tiny_checkpoint, tiny_eagle3
@@ -67,6 +77,31 @@ def test_a_dead_engine_process_reaches_every_waiting_iterator(tmp_path: Path) ->
             assert "engine vllm is dead" in str(outcomes[0])
             with pytest.raises(EngineError, match="is dead"):
                 engine.submit(ask("late"))
+
+    asyncio.run(scenario())
+
+
+@needs_vllm
+@pytest.mark.nightly
+def test_the_next_turn_of_a_conversation_finds_the_turns_before_it(tmp_path: Path) -> None:
+    """Until the weights change."""
+    tiny_checkpoint(tmp_path)
+    prompt = LONG[:100]
+
+    async def scenario() -> None:
+        with publishing(tmp_path) as publish:
+            async with serving(build_vllm(tmp_path, TINY, NoDrafter(), name="vllm")) as engine:
+                assert engine.stats().kv_tokens > 0
+                first = await collect(engine, ask("1", prompt, max_tokens=40))
+                assert (engine.stats().prefilled_tokens, engine.stats().cached_tokens) == (100, 0)
+                second = (*prompt, *first.tokens.tolist(), 7, 8, 9)
+                await collect(engine, ask("2", second))
+                found = engine.stats()
+                assert 100 <= found.cached_tokens < 140, "whole blocks"
+                assert found.prefilled_tokens + found.cached_tokens == 100 + len(second)
+                await engine.load_weights(publish(1), "keep")
+                await collect(engine, ask("3", second))
+                assert engine.stats().cached_tokens == found.cached_tokens
 
     asyncio.run(scenario())
 

@@ -28,7 +28,7 @@ from tests.support.recorded_runs import answer, empty_run, small_run, write_log
 
 
 def shown(run: Path) -> str:
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=120)
     console.print(draw(Watch(run).look()))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -66,17 +66,22 @@ def test_the_load_of_each_engine(tmp_path: Path) -> None:
     told = {"engine": ["rollout-0", "rollout-7"], "version": [2, 1], "running": [5, 0], "waiting": [3, 0]}
     rows = [
         {"step": step, "version": step + 1, "time": 100.0 + 4 * step, "loop_seconds": 4.0 * step, "samples": 4,
-         "reward": 0.5, "engines": told | {"generated_tokens": [9, 9], "busy_seconds": [1.0 + 3 * step, 2.0]}}
+         "reward": 0.5, "engines": told | {"generated_tokens": [9, 9], "busy_seconds": [1.0 + 3 * step, 2.0],
+         # The second was started again in between.
+         "prefilled_tokens": [100 + 10 * step, 50 - 20 * step], "cached_tokens": [10 + 30 * step, 40 - 30 * step],
+         "moved": [0, 4]}}
         for step in range(2)
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), run / "metrics.parquet")
     engines = Watch(run).look().engines
     assert {name: engine.load for name, engine in engines.items()} == {
-        "rollout-0": Load(version=2, behind=0, running=5, waiting=3, places=128, busy=0.75),
+        "rollout-0": Load(version=2, behind=0, running=5, waiting=3, places=128, busy=0.75, cached=0.75),
         "rollout-1": None,
-        "rollout-7": Load(version=1, behind=1, running=0, waiting=0, places=128, busy=None),
+        "rollout-7": Load(version=1, behind=1, running=0, waiting=0, places=128, busy=None, cached=0.25, moved=4),
     }
     said = shown(run)
+    assert "75%" in said
+    assert "25%" in said
     assert "5 of 128" in said
     assert "1, 1 behind" in said
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 
 from actors.fleet import Fleet
@@ -13,7 +14,7 @@ from actors.publisher import Publisher
 from asyncrl.config import Recovery, Run
 from asyncrl.errors import ActorError, WeightSyncError
 from asyncrl.fleet.state import FleetState
-from asyncrl.types import SendOrder, WeightAck, WeightManifest
+from asyncrl.types import Prompt, Segment, SendOrder, Slot, Ticket, WeightAck, WeightManifest
 from pipelines.fleet.elastic import ElasticPool, Waits
 from pipelines.fleet.engine_pool import EnginePool
 
@@ -82,6 +83,47 @@ class Scene:
             refit=self.publish,
             places=lambda: 1,
         )
+
+
+def test_what_a_dead_engine_had_goes_on_at_another_and_is_counted() -> None:
+    """The larger engine gets the first group, dies, and the other one gets what was missing of it."""
+
+    async def scenario() -> None:
+        at, took = Scene(), list[tuple[str, tuple[int, ...]]]()
+        ticket = Ticket(group=0, samples=(0, 1, 2), version=0, deadline=1e12)
+
+        def generates(name: str, error: ActorError | None) -> Any:
+            async def generate(work: list[tuple[Ticket, Prompt]], _begun: object) -> None:
+                took.extend((name, each.samples) for each, _ in work)
+                if error is not None:
+                    at.state.died(name)  # a publication saw it first
+                    raise error
+
+            return generate
+
+        async def reassign(_groups: set[int]) -> tuple[list[Ticket], dict[Slot, tuple[Segment, ...]]]:
+            return [msgspec.structs.replace(ticket, samples=(1, 2))], {}
+
+        for name, tokens in (("a", 100), ("b", 200)):
+            at.pool.load.measured(name, tokens)
+        engines = cast(Any, at.engines)
+        killed = ActorError("killed")
+        killed.actor = "b"
+        engines["b"].generate = generates("b", killed)
+        engines["a"].generate = generates("a", None)
+        cast(Any, at.fleet).buffer = SimpleNamespace(reassign=reassign)
+        recorder, task = MagicMock(), MagicMock()
+        task.prompt.return_value = Prompt(uid="0", text="1+1=")
+        pool = EnginePool(at.run, at.fleet, task, recorder, at.publish)
+        pool.load = at.pool.load
+        async with asyncio.TaskGroup() as work:
+            await pool.share([ticket], work)
+        assert took == [("b", (0, 1, 2)), ("a", (1, 2))]
+        recorder.moved.assert_called_once_with("b", 2)
+        assert (pool.load.of("a"), pool.load.of("b")) == (0, 0)
+        await pool.close()
+
+    asyncio.run(scenario())
 
 
 def test_one_that_hangs_ends_the_run() -> None:

@@ -76,11 +76,16 @@ def summary(root: Path) -> dict[str, Any]:
 
 def kill_after_step(process: "subprocess.Popen[str]", root: Path, step: int) -> None:
     """SIGKILL the driver once the checkpoint after `step` is there: somewhere inside a later step."""
+    await_step(process, root, step)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def await_step(process: "subprocess.Popen[str]", root: Path, step: int) -> None:
+    """Until the checkpoint after `step` is there."""
     wanted = root / "run" / "checkpoints" / f"step-{step}"
     deadline = time.monotonic() + 180
     while not wanted.exists():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"{wanted} did not appear"
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()

@@ -18,7 +18,9 @@ class RowEngine(CooperativeEngine):
     def __init__(self, max_length: int, *, name: str, version: int) -> None:
         super().__init__(name, version)
         self._max_length = max_length
-        self._generated = self._prefilled = self._reprefilled = 0
+        self._generated = self._prefilled = self._cached = self._reprefilled = 0
+        self.kv_tokens = 0
+        """Tokens whose keys and values there is room for, where that bounds it, once it has started."""
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -27,6 +29,8 @@ class RowEngine(CooperativeEngine):
             version=self._version,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
+            cached_tokens=self._cached,
+            kv_tokens=self.kv_tokens,
             reprefilled_tokens=self._reprefilled,
             steps=self._steps,
             busy_seconds=self._busy_seconds,

@@ -206,6 +206,8 @@ class VllmEngine(VllmRequests):
             version=self._version,
             generated_tokens=self._generated,
             prefilled_tokens=self._counters.prefilled,
+            cached_tokens=self._counters.cached,
+            kv_tokens=self._kv_tokens(),
             reprefilled_tokens=self._reprefilled,
             steps=self._counters.steps,
             busy_seconds=0.0,
@@ -215,6 +217,12 @@ class VllmEngine(VllmRequests):
             accepted_by_position=tuple(self._counters.accepted),
             speculation=self._speculation.report().arms if self._speculation else (),
         )
+
+    def _kv_tokens(self) -> int:
+        if self._llm is None:
+            return 0
+        cache = self._llm.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size
 
     def learned(self) -> list[Range]:
         return list(self._speculation.report().learned) if self._speculation else []

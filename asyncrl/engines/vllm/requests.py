@@ -29,7 +29,7 @@ class Counters:
     """What vLLM reports about its steps, summed since the start of the engine."""
 
     def __init__(self) -> None:
-        self.steps = self.prefilled = self.preempted = self.drafts = self.drafted = 0
+        self.steps = self.prefilled = self.cached = self.preempted = self.drafts = self.drafted = 0
         self.accepted: list[int] = []
         """Accepted tokens by their position in the draft."""
 
@@ -37,7 +37,9 @@ class Counters:
         self.steps += bool(step.outputs)
         for output in step.outputs:
             if output.prefill_stats is not None:  # with a request's first token
-                self.prefilled += output.prefill_stats.num_prompt_tokens
+                cached = output.prefill_stats.num_cached_tokens
+                self.prefilled += output.prefill_stats.num_prompt_tokens - cached
+                self.cached += cached
             if output.events:
                 self.preempted += sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
         drafting = step.scheduler_stats.spec_decoding_stats if step.scheduler_stats is not None else None

@@ -1,9 +1,11 @@
 """The waste ledger: what became of every sampled token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.drop_reasons import CALL_CUT_OFF, DropReason, describe
 from asyncrl.observe.report.figures import Found
+from asyncrl.observe.report.recorded import Row
 
 KEPT = {"trained": "trained on", "training": "in the step being taken", "buffered": "wait in the buffer"}
 ORDER = [*KEPT, *(str(reason) for reason in DropReason), CALL_CUT_OFF]
@@ -13,6 +15,8 @@ AGAIN_BY_TURNS = """
     FROM trajectories
 """
 """A turn ends where a sampled token is followed by a given one."""
+ENGINES = 16
+"""That are named one by one."""
 COLOURS = {"trained": "k-training", "training": "k-sync", "buffered": "k-held"}
 
 
@@ -55,15 +59,35 @@ def _notes(found: Found) -> list[str]:
     again = sum(row.get("reprefilled_tokens") or 0 for row in rows)
     mode = found.run.setting("rollout.on_update", "keep")
     notes.append(f"{again:,} tokens were prefilled again after weight updates (rollout.on_update={mode}).")
-    if found.run.setting("environment.function", ""):
+    notes += (prefixes := _prefixes(rows))
+    if not prefixes and found.run.setting("environment.function", ""):
         (turns,) = found.run.connection.execute(AGAIN_BY_TURNS).fetchone() or (0,)
         notes.append(
             f"{turns or 0:,} tokens of conversations lay before a later turn, which began as a request of its own: an "
             "engine without a prefix cache has computed them again."
         )
+    if moved := sum(row.get("moved") or 0 for row in rows[-1:]):
+        notes.append(f"{moved:,} samples went on at another engine because theirs died or was drained.")
     if found.run.attempts > 1:
         notes.append(
             f"The actors were placed {found.run.attempts} times; unfinished completions continued from "
             "their last recorded token."
         )
     return notes
+
+
+def _prefixes(rows: Sequence[Row]) -> list[str]:
+    """Since each engine was started, of those at the end of the last step; nothing of runs of earlier releases."""
+    told = rows[-1].get("engines") if rows else None
+    if not told or not told.get("cached_tokens"):
+        return []
+    engines = zip(told["engine"], told["cached_tokens"], told["prefilled_tokens"], strict=True)
+    tokens = {name: (cached, cached + computed) for name, cached, computed in engines if cached + computed}
+    if not tokens:
+        return []
+    cached, total = (sum(each) for each in zip(*tokens.values(), strict=True))
+    shares = ", ".join(f"{name} {part / whole:.0%}" for name, (part, whole) in list(tokens.items())[:ENGINES])
+    return [
+        f"{cached / total:.0%} of {total:,} tokens of prompts and earlier turns were found in the engines' caches, and "
+        f"not computed again ({shares}{', ...' if len(tokens) > ENGINES else ''})."
+    ]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -88,6 +89,14 @@ class KvCache:
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a row the first `length` positions of another."""
         self._bytes[:, target, :length] = self._bytes[:, source, :length]
+
+    def save(self, row: int, length: int) -> npt.NDArray[np.uint8]:
+        """A copy of the first `length` positions of a row."""
+        return self._bytes[:, row, :length].copy()
+
+    def restore(self, saved: npt.NDArray[np.uint8], row: int, length: int) -> None:
+        """Give a row the first `length` positions of what was saved."""
+        self._bytes[:, row, :length] = saved[:, :length]
 
     def gather(self, rows_R: Column, source_R: Column, target_R: Column) -> None:
         """Move positions of rows to others of the same rows."""

@@ -89,7 +89,9 @@ class NativeEngine(SpeculatingEngine):
         self._serve_model(policy.config.vocabulary, slots)
         caches = [cache] if self._head is None else [cache, self._head.cache]
         self._decoding = Decoding(policy, cache, slots, self._tap, routes)
-        self._scheduler = Scheduler(slots, caches, self._waiting, rows, settings.prefill_chunk)
+        # A head has a cache of its own, with gaps, and hidden states are wanted of every token.
+        reuse = self._head is None and self._tap is None
+        self._scheduler = Scheduler(slots, caches, self._waiting, rows, settings.prefill_chunk, reuse=reuse)
         self._speculator = None
         if drafts is not None and source is not None:
             self._speculator = Speculator(self._decoding, self._scheduler, drafts, source, self._chooser, self._tally)
@@ -110,6 +112,7 @@ class NativeEngine(SpeculatingEngine):
                 outcome = self._decoding.plain(self._scheduler.plan())
             else:
                 outcome = self._speculator.step()
+        self._cached = self._scheduler.cached
         self._record(outcome.sampled, outcome.prefilled, outcome.ended, outcome.logprob_sum)
 
     def _release(self, job: Job) -> None:

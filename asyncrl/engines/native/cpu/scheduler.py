@@ -15,6 +15,7 @@ import numpy as np
 from asyncrl.engines.cooperative import Job
 from asyncrl.engines.native.batch_table import BatchTable
 from asyncrl.engines.native.cpu.cache import Branches, Chunk, KvCache, Layout
+from asyncrl.engines.native.cpu.conversations import Conversations
 from asyncrl.engines.native.sampling import Column
 from asyncrl.engines.native.verification import DraftTable
 
@@ -33,8 +34,21 @@ class Scheduler:
     """Admits waiting jobs, shares prompts and plans steps. Rows and cache are changed only here."""
 
     def __init__(
-        self, slots: BatchTable, caches: Sequence[KvCache], waiting: deque[Job], max_rows: int, chunk: int
+        self,
+        slots: BatchTable,
+        caches: Sequence[KvCache],
+        waiting: deque[Job],
+        max_rows: int,
+        chunk: int,
+        *,
+        reuse: bool = True,
     ) -> None:
+        """`reuse`: the next turn of a conversation finds what the turns before it have computed."""
+        self._conversations = Conversations() if reuse else None
+        self._mixed = set[Job]()
+        """Jobs with keys and values of several policy versions."""
+        self.cached = 0
+        """Tokens of prompts whose keys and values were there already."""
         self._slots, self._caches, self._waiting = slots, caches, waiting
         self._max_rows, self._chunk = max_rows, chunk
         self._lagging: list[Job] = []
@@ -81,6 +95,7 @@ class Scheduler:
 
     def release(self, job: Job) -> None:
         """Give the row to the next waiting job, or close the hole with the last row."""
+        self._keep(job)
         row, job.row = job.row, -1
         if self._leaders.get(job.request.tokens) is job:
             del self._leaders[job.request.tokens]
@@ -97,6 +112,9 @@ class Scheduler:
     def forget_prompts(self) -> None:
         """After a weight update, keys and values computed before it must not be shared with new jobs."""
         self._leaders.clear()
+        if self._conversations is not None:
+            self._conversations.forget()
+        self._mixed = {job for job in self._slots.jobs if self._slots.computed[job.row]}
         for job in self._slots.jobs:
             job.leader = None
 
@@ -105,6 +123,7 @@ class Scheduler:
         computed_N = self._slots.computed[: self._slots.count]
         again = int(computed_N.sum())
         computed_N[:] = 0
+        self._mixed.clear()
         if self._slots.drafts is not None:
             self._slots.drafts.clear()
         self._lagging = list(self._slots.jobs)
@@ -113,6 +132,33 @@ class Scheduler:
     def _enter(self, job: Job) -> None:
         job.leader = self._leaders.setdefault(job.request.tokens, job)
         self._lagging.insert(0 if job.request.ahead else len(self._lagging), job)
+        if self._conversations is not None and job.request.conversation and job.leader is job:
+            self._go_on(job, self._conversations)
+
+    def _go_on(self, job: Job, conversations: Conversations) -> None:
+        """From where the turn before has ended, if that is kept."""
+        slots, row = self._slots, job.row
+        # Tokens that are not computed have no routes: only those that were returned before may be skipped.
+        most = int(slots.known[row]) - 1 if slots.routes is None else int(slots.routed[row])
+        if (found := conversations.find(job.request.conversation, slots.tokens[row, :most])) is not None:
+            length, saved = found
+            self._reserve(length)
+            self._caches[0].restore(saved, row, length)
+            slots.computed[row] = length
+            self.cached += length
+
+    def _keep(self, job: Job) -> None:
+        """What the row has computed, if a turn may follow, and if it was under the present weights alone."""
+        mixed = job in self._mixed
+        self._mixed.discard(job)
+        if self._conversations is None or mixed or not job.request.conversation:
+            return
+        slots, row = self._slots, job.row
+        length = min(int(slots.computed[row]), int(slots.known[row]))
+        if length:
+            rows, reach = self._caches[0].shape
+            saved = self._caches[0].save(row, length)
+            self._conversations.keep(job.request.conversation, slots.tokens[row, :length].copy(), saved, rows * reach)
 
     def _chunks(self) -> list[Chunk]:
         """Extra tokens of rows that lag, first come first served, within the budget."""
@@ -141,6 +187,7 @@ class Scheduler:
             return True
         self._copy(leader.row, row, needed)
         self._slots.share_prompt(leader.row, row, needed)
+        self.cached += needed
         job.leader = None
         return True
 

@@ -92,8 +92,6 @@ class CudaEngine(SpeculatingEngine):
         """The version of weights that the running step has not yet seen, but each further one does."""
         self._passed = False  # whether that step has been read
         self._drafter_version = 0
-        self.kv_tokens = 0
-        """Tokens whose keys and values there is room for, once it has started."""
         self._clock, self._strategy = Clock(), PLAIN
         """The strategy is what has drafted for the next step."""
 
@@ -219,6 +217,7 @@ class CudaEngine(SpeculatingEngine):
             tile=sizes.tile,
             move=move,
             routes=routes,
+            reuse=decoding.drafting is None,  # whose keys and values lie in the same pages, but have gaps
         )
 
     def _shut(self) -> None:
@@ -303,6 +302,7 @@ class CudaEngine(SpeculatingEngine):
         """Tiles of prompts in the next step."""
         tiles = self._planner.prefill(fields)
         self._prefilled += int(fields.tile_count_J[:tiles].sum())
+        self._cached = self._planner.cached
         fields.tile_count_J[tiles:] = 0
         return tiles
 

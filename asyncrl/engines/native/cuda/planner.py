@@ -13,6 +13,9 @@ With drafts the host reads each step before it plans the next, as that decides w
 (`verify` in place of `decode`). A drafting head's keys and values lie in the same pages, up to `head_computed`.
 
 Where pages are short, the youngest row gives up its own and is computed again later; the oldest can always go on.
+
+A row that begins looks for pages that hold its first tokens: the next turn of a conversation has those of the turns
+before it, which ended here. Pages that were not written under the present weights alone are never found.
 """
 
 from collections import deque
@@ -45,8 +48,15 @@ class Planner:
         tile: int,
         move: Callable[[int, int], None] | None = None,
         routes: RoutePages | None = None,
+        reuse: bool = True,
     ) -> None:
-        """`move` is told when a row becomes another one."""
+        """`move` is told when a row becomes another one; `reuse` pages of earlier requests."""
+        self._reuse, self._mixed = reuse, set[Job]()
+        """Jobs with keys and values of several policy versions."""
+        self._written: list[Job] = []
+        """Jobs whose prompts the steps before have computed: others may find them from now on."""
+        self.cached = 0
+        """Tokens of prompts whose keys and values were there already."""
         self._routes = routes
         self._slots, self._pages, self._waiting, self._copy, self._move = slots, pages, waiting, copy, move
         self._max_rows, self._tiles, self._tile = len(slots.index), tiles, tile
@@ -80,6 +90,10 @@ class Planner:
         if not self._lagging:
             return 0
         slots, used, copies = self._slots, 0, list[Copy]()
+        for job in self._written:
+            if job.row >= 0:  # else it was remembered as it ended
+                self._remember(job)
+        self._written.clear()
         before = slots.computed.copy()
         behind = (self._next() - before[: slots.count]).tolist()
         self._lagging = [job for job in self._lagging if job.row >= 0 and behind[job.row] > 1]
@@ -103,6 +117,8 @@ class Planner:
             if start < end:
                 used += self._cut(fields, used, row, start, end)
                 slots.computed[row] = slots.head_computed[row] = end
+                if end == slots.known[row] - 1:
+                    self._written.append(job)
         if copies:
             self._copy(copies)  # of pages that earlier steps have written, into pages that were free
         return used
@@ -163,6 +179,8 @@ class Planner:
 
     def release(self, job: Job) -> None:
         """Give the row to the next waiting job, or close the hole with the last row."""
+        self._remember(job)
+        self._mixed.discard(job)
         row, job.row = job.row, NONE
         del self._ages[job]
         if self._leaders.get(job.request.tokens) is job:
@@ -189,6 +207,8 @@ class Planner:
         Rows that have none yet go on sharing, behind the first of them: else each would compute the prompt for itself.
         """
         self._leaders.clear()
+        self._pages.forget()
+        self._mixed = {job for job in self._slots.jobs if not self._empty(job)}
         for job in sorted(self._slots.jobs, key=self._ages.__getitem__):
             job.leader = self._leaders.setdefault(job.request.tokens, job) if self._empty(job) else None
 
@@ -197,7 +217,7 @@ class Planner:
         again = int(self._slots.computed[: self._slots.count].sum())
         for job in self._slots.jobs:
             self._evict(job)
-        self.forget_prompts()
+        self.forget_prompts()  # behind it: what the rows gave up must not be found
         return again
 
     def _enter(self, job: Job) -> None:
@@ -244,6 +264,7 @@ class Planner:
             self._pages.release(row)
             return None
         self._slots.share_prompt(leader.row, row, length)
+        self.cached += length
         job.leader = None
         return copies
 
@@ -252,8 +273,22 @@ class Planner:
         if not self._empty(job):
             return True
         others = int((self._pages.held[: self._slots.count] > 0).sum())
-        end = self._end(job.row)
-        return self._pages.free >= pages_of(end, self._pages.page) + others and self._pages.reserve(job.row, end)
+        row, end = job.row, self._end(job.row)
+        if self._pages.free < pages_of(end, self._pages.page) + others:
+            return False
+        if self._reuse:
+            known = int(self._slots.known[row])
+            found = self._pages.find(row, self._slots.tokens[row, : known - 1])
+            self._slots.computed[row] = self._slots.head_computed[row] = found
+            self.cached += found
+        return self._pages.reserve(row, end)
+
+    def _remember(self, job: Job) -> None:
+        """What the row has computed can be found, if it was under the present weights alone."""
+        if self._reuse and job not in self._mixed:
+            row = job.row
+            written = min(int(self._slots.computed[row]), int(self._slots.known[row]))
+            self._pages.remember(row, self._slots.tokens[row, :written])
 
     def _end(self, row: int) -> int:
         return int(self._slots.known[row] + (self.source[row] != NONE))
@@ -286,6 +321,8 @@ class Planner:
         slots, row, known = self._slots, job.row, self._end(job.row)
         if self._routes is not None and known > slots.segment[row]:  # those before a sampled token stay as they were
             self._routes.save(row, int(slots.routed[row]), min(known - 1, int(slots.computed[row])))
+        self._remember(job)
+        self._mixed.discard(job)  # all of it is computed again
         self._pages.release(row)
         slots.computed[row] = slots.head_computed[row] = 0
         if slots.drafts is not None:
