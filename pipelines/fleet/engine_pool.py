@@ -115,12 +115,15 @@ class EngineLoad:
 
 
 async def engine_stats(fleet: Fleet, names: tuple[str, ...]) -> dict[str, EngineStats]:
-    """Of those that respond."""
-    found = await asyncio.gather(*(fleet.state.handles[name].stats() for name in names), return_exceptions=True)
+    """Of those that respond in time: one that is frozen holds up nothing that is given to others."""
+    asked = (asyncio.wait_for(fleet.state.handles[name].stats(), RESPONSE_S) for name in names)
+    found = await asyncio.gather(*asked, return_exceptions=True)
     return {name: stats for name, stats in zip(names, found, strict=True) if isinstance(stats, EngineStats)}
 
 
 RESUME = "`asyncrl resume` continues from the last checkpoint"
+RESPONSE_S = 10.0
+"""For an engine to say what it holds."""
 RETRY_SECONDS = 0.5
 """Between two looks whether a process is back."""
 T = TypeVar("T")
