@@ -143,7 +143,8 @@ def test_an_engine_short_of_pages_drafts_and_serves_all(path: Path, kind: str, p
         np.testing.assert_allclose(answer.logprobs, one.logprobs, atol=1e-3)
     assert stats.generated_tokens == sum(lengths)
     assert stats.drafts > 20
-    assert (stats.prefilled_tokens > sum(len(request.tokens) for request in requests)) == (pages == 5)
+    again = stats.prefilled_tokens + stats.cached_tokens > sum(len(request.tokens) for request in requests)
+    assert again == (pages == 5), "rows gave up their pages"
 
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])

@@ -58,7 +58,7 @@ def test_the_card_by_hand(gpu: None, model: Path) -> None:
     assert required.published == 2 * COUNT
     assert required.optimizer == 16 * COUNT
     # Groups of 100 + 8 x 200 tokens: of each token attention sees 8 x 300 / 1700.
-    assert estimate._largest_batch(run, 100) == (8192, 8 * 300 / 1700)
+    assert estimate._largest_batch(run, 100) == (8192, 8 * 300 / 1700, 1)
     kept = 8192 * (30 * 4 * 576 + 12 * 576 + 4 * 64)
     head = 2 * (GIB // 196_608) * 196_608 + 4 * 49152 * 576 + 4 * 8192 * 576
     assert required.activations == kept + head
@@ -115,8 +115,8 @@ def test_weights_that_go_over_the_card_take_no_shared_memory(gpu: None, model: P
 
 def test_a_budget_below_a_group_splits_it(model: Path) -> None:
     run = _run(model, trainer=Trainer(token_budget=500))
-    assert estimate._largest_batch(run, 100) == (500, 2 * 300 / 500)
-    assert estimate._largest_batch(_run(model, trainer=Trainer(token_budget=150)), 100) == (300, 1.0)
+    assert estimate._largest_batch(run, 100) == (500, 2 * 300 / 500, 1)
+    assert estimate._largest_batch(_run(model, trainer=Trainer(token_budget=150)), 100) == (300, 1.0, 1)
 
 
 def test_nothing_on_a_gpu_needs_none(gpu: None, model: Path) -> None:
