@@ -1,6 +1,7 @@
 """The trainer actor: deliveries in, policy versions out."""
 
 import asyncio
+import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from asyncrl.observe.diagnosis.snapshot import Situation
 from asyncrl.precision.publication import Fp8Publication
 from asyncrl.system import shared_gpu
 from asyncrl.system.devices import give_way
+from asyncrl.system.run_directory import RunDirectory
 from asyncrl.training import checkpoint
 from asyncrl.training.background_save import BackgroundSave
 from asyncrl.training.checkpoint_manifest import TrainingManifest, numbered
@@ -34,11 +36,14 @@ from asyncrl.training.guardrails import Guardrails
 from asyncrl.training.hidden_capture import HiddenTap
 from asyncrl.training.learner import Learner
 from asyncrl.training.report import StepReport
+from asyncrl.training.step_profile import StepProfile
 from asyncrl.types import Delivery, Group, Probe, SendOrder, Trajectory, WeightManifest
 from asyncrl.weights import probe
 from asyncrl.weights.gather import Follower, Source
 from asyncrl.weights.transports.base import Writer
 from asyncrl.weights.transports.registry import make_writer
+
+log = logging.getLogger(__name__)
 
 
 class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +94,7 @@ class TrainerActor:
         self._accumulated: list[int] = []
         """Groups of the step under way, which a checkpoint has only once it is taken."""
         self._samples_trained = 0
+        self._profile: StepProfile | None = None
         self._busy = BusyFlag(busy) if busy is not None else None
         self._activity = Activity()
         self._stream = None if drafter is None else self._tap_hidden(drafter)
@@ -143,6 +149,7 @@ class TrainerActor:
         groups = _groups(payloads)
         started, begun = time.time(), time.perf_counter()
         await asyncio.sleep(0)
+        self._begin_profile()
         with self._at_work(), self._activity.doing(f"forward and backward for step {delivery.step}"):
             self._learner.accumulate(groups)
         self._send_hidden()
@@ -171,11 +178,26 @@ class TrainerActor:
             await self._activity.during(f"the copy for the checkpoint of step {self._learner.version}", copied)
         with self._at_work(), self._activity.doing(f"the update after version {self._learner.version}"):
             report = self._learner.step(self._guardrails.check)
+        self._end_profile()
         self._send_hidden()
         self._consumed.update(self._accumulated)
         self._accumulated = []
         self._samples_trained += report.samples
         return report
+
+    def _begin_profile(self) -> None:
+        step = self._learner.version + 1
+        if self._profile is None and step == self._run.trainer.profile_step:
+            folder = RunDirectory(self._checkpoints.parent).profile
+            path = folder / f"step-{step}-rank-{self._learner.ranks.rank}.json.gz"
+            self._profile = StepProfile(path, self._learner.device)
+
+    def _end_profile(self) -> None:
+        if self._profile is not None:
+            path, (travelled, hidden) = self._profile.path, self._profile.end()
+            self._profile = None
+            share = f", {hidden / travelled:.0%} of it while it computed" if travelled else ""
+            log.warning("%s: %.3g s of travel between ranks%s", path, travelled, share)
 
     async def loss(self, trajectories: list[Trajectory]) -> float:
         """Of the weights as they are, on samples that nothing is learned from: mean of - log pi over their tokens."""

@@ -61,8 +61,8 @@ class Trainer(Settings, frozen=True):
     bytes, and rounds the gradient of every batch. What a rank adds up over the batches of a step is fp32 always."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse the layers, the logits and the update with torch.compile. `auto` does it on a GPU where there is a C
-    compiler; the first steps of a run then take up to a minute more. Layers of a model of transformers are only
-    compiled with `on`."""
+    compiler; the first steps of a run then take up to a minute more. Layers of a model of transformers that cannot be
+    compiled are left as they are with `auto`."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit` keeps a byte instead of four for each moment: 6 bytes less a parameter, and approximate."""
     offload: Literal["none", "optimizer"] = "none"
@@ -76,6 +76,8 @@ class Trainer(Settings, frozen=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the first GPU where there is one."""
     threads: Positive = 1
+    profile_step: Natural = 0
+    """Write what each rank does in this step to `profile/` of the run, for Perfetto; 0: in none. The step is slower."""
     lora: Lora = Lora()
 
     @property

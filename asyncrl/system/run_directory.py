@@ -43,6 +43,7 @@ class RunDirectory:
         self.model = path / "model"
         self.best = path / "best"
         self.drafter = path / "drafter"
+        self.profile = path / "profile"
         self.speculation = path / "speculation.json"
         self.judge = path / "judge.sqlite"
 
