@@ -38,7 +38,7 @@ def test_moments_are_those_of_a_clock(travel: list[tuple[int, int]], work: list[
 
 def test_a_step_is_written_for_perfetto(tmp_path: Path) -> None:
     profile = StepProfile(tmp_path / "profile" / "step-1-rank-0.json.gz", torch.device("cpu"))
-    torch.ones(8, 8) @ torch.ones(8, 8)
+    torch.mm(torch.ones(8, 8), torch.ones(8, 8))
     assert profile.end() == Overlap(0.0, 0.0), "nothing travels"
     trace = json.loads(gzip.decompress(profile.path.read_bytes()))
     assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
