@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.system.storage import storing
@@ -66,11 +65,10 @@ class StepProfile:
         with storing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self.path))
-        device = DeviceType.CUDA if self._on_gpu else DeviceType.CPU
         travel, work = list[Span](), list[Span]()
         for event in self._profile.events() or ():
             span = event.time_range.start / 1e6, event.time_range.end / 1e6
-            if event.device_type != device:
+            if event.device_type.name != ("CUDA" if self._on_gpu else "CPU"):
                 continue
             if event.name.startswith(TRAVEL):
                 travel.append(span)
