@@ -1,6 +1,5 @@
 """A run on Ray whose trainer has two ranks, one of which is killed; and what is left is continued by one rank."""
 
-import gzip
 import json
 import os
 import signal
@@ -25,8 +24,7 @@ from tests.support import quickstart_runs
     ],
 )
 def test_a_rank_is_killed_and_all_of_them_come_back(shared: tuple[str, ...], tmp_path: Path, model: Path) -> None:
-    ranks = "trainer.ranks=2", "trainer.profile_step=4"
-    process = quickstart_runs.start(tmp_path, model, "cluster=local", *ranks, "steps=5", *shared)
+    process = quickstart_runs.start(tmp_path, model, "cluster=local", "trainer.ranks=2", "steps=5", *shared)
     run = tmp_path / "run"
     try:
         deadline = time.monotonic() + 200
@@ -43,9 +41,6 @@ def test_a_rank_is_killed_and_all_of_them_come_back(shared: tuple[str, ...], tmp
     restarts = [event for event in read_events(RunDirectory.open(run).events) if event["kind"] == "restart"]
     assert len(restarts) == 1, output
     assert restarts[0]["reason"].startswith("actor trainer-1 died")
-    traces = [gzip.decompress((run / "profile" / f"step-4-rank-{rank}.json.gz").read_bytes()) for rank in range(2)]
-    assert all(b"gloo:all_gather" in trace and b"aten::mm" in trace for trace in traces)
-    assert output.count("of travel between ranks") >= 2
     load_model(run / "checkpoints" / "step-5")  # two files, as a sharded Hugging Face checkpoint
 
     config = run / "config.yaml"

@@ -1,5 +1,6 @@
 """Whole runs: the loop, its bookkeeping, and what a kill leaves behind."""
 
+import gzip
 from collections import Counter
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def test_engines_prove_that_they_hold_what_is_trained_before_anything_is_generat
     first = next(event for event in events if event["kind"] == "publish")
     assert first["version"] == 0
     assert first["time"] <= min(event["time"] for event in events if event["kind"] in ("evaluation", "loop_started"))
+
+
+def test_a_step_of_the_trainer_is_profiled(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quickstart_runs.run(tmp_path, model, "steps=2", "trainer.profile_step=2")
+    (trace,) = (tmp_path / "run" / "profile").iterdir()
+    assert trace.name == "step-2-rank-0.json.gz"
+    assert b"Optimizer.step" in gzip.decompress(trace.read_bytes())
+    assert f"{trace}: 0 s of travel between ranks" in caplog.text
 
 
 def test_every_token_has_one_version_and_none_is_lost_or_doubled(tmp_path: Path, model: Path):
