@@ -60,7 +60,7 @@ def points(rng: random.Random, steps: int) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("seed", "steps"), [(0, 3), (1, 6), (2, 6)])
+@pytest.mark.parametrize(("seed", "steps"), [(0, 3), (1, 6), pytest.param(2, 6, marks=pytest.mark.nightly)])
 def test_killed_and_resumed_is_never_killed(tmp_path: Path, model: Path, seed: int, steps: int) -> None:
     settings = (*DETERMINISTIC, f"steps={steps}", f"seed={seed}", graded(tmp_path))
     whole, broken = tmp_path / "whole", tmp_path / "broken"

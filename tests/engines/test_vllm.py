@@ -152,7 +152,7 @@ def test_ngram_drafts_change_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_vllm
-@pytest.mark.parametrize("drafts", ["ngram", "eagle3"])
+@pytest.mark.parametrize("drafts", [pytest.param("ngram", marks=pytest.mark.nightly), "eagle3"])
 def test_the_bandit_tries_every_depth_and_changes_no_answer(tmp_path: Path, drafts: str) -> None:
     reference = tiny_checkpoint(tmp_path / "target")
     tiny_eagle3(tmp_path / "head")
@@ -241,6 +241,7 @@ def test_an_engine_that_cannot_load_a_head_serves_on_and_loads_the_next(tmp_path
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.skipif(not has_gpu() and not has_avx512(), reason="needs a GPU or a CPU with AVX-512: make test-gpu")
 def test_an_fp8_cache_answers_nearly_the_same(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_tokens_that_only_the_student_has_are_faint() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
-@pytest.mark.parametrize("support", [WHOLE, Support(top_k=5)])
+@pytest.mark.parametrize("support", [pytest.param(WHOLE, marks=pytest.mark.nightly), Support(top_k=5)])
 def test_compiled_it_is_the_same(support: Support) -> None:
     hidden, output, target, *_ = head_inputs(torch.float32, TOKENS, VOCABULARY, HIDDEN)
     gradients: list[tuple[Tensor, ...]] = []

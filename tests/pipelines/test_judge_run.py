@@ -277,7 +277,7 @@ def test_a_killed_run_goes_on_with_what_was_parked(tmp_path: Path, model: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("actor", ["RewardActor", "RolloutActor"])
+@pytest.mark.parametrize("actor", ["RewardActor", pytest.param("RolloutActor", marks=pytest.mark.nightly)])
 def test_an_actor_is_killed_while_completions_are_compared(
     actor: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,8 @@ def _close(one: Learner, all_of_it: Learner, tolerance: float) -> None:
     names = [name for name, parameter in one.model.named_parameters() if parameter.requires_grad]
     for name, mine, theirs in zip(names, gradients_of(one), gradients_of(all_of_it), strict=True):
         whole = all_of_it.ranks.whole(theirs) * all_of_it.ranks.world
-        assert float((whole - mine).abs().max()) <= tolerance * float(mine.abs().max()), name
+        apart = float((whole - mine).abs().max()) / float(mine.abs().max())
+        assert apart <= tolerance, f"{name}: {apart:.2g} apart, {tolerance:.2g} allowed"
 
 
 def gradients(ranks: Ranks, folder: Path) -> None:
@@ -198,7 +199,7 @@ def expert_gradients(ranks: Ranks, folder: Path) -> None:
         for learner in (one, several):
             learner.accumulate(groups[:2])
             learner.accumulate(groups[2:])
-        _close(one, several, 0.02 if run is bf16 else _exact(one))
+        _close(one, several, 0.03 if run is bf16 else _exact(one))  # a router has small gradients of large ones
 
 
 def expert_steps(ranks: Ranks, folder: Path) -> None:

@@ -16,7 +16,11 @@ HERE = Path(__file__).parents[1]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "file",
-    ["actors/ray_publisher.py", "pipelines/ray_unreachable_engine.py", "supervision/ray_stopped_processes.py"],
+    [
+        "actors/ray_publisher.py",
+        "pipelines/ray_unreachable_engine.py",
+        pytest.param("supervision/ray_stopped_processes.py", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_file_in_a_process_of_its_own(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]

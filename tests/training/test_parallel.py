@@ -97,11 +97,8 @@ def test_the_ranks_of_each_batch_are_chosen_by_its_completions(
 @pytest.mark.parametrize(
     ("world", "context", "experts"),
     [
-        pytest.param(2, 2, 2, marks=pytest.mark.slow),
-        *(
-            pytest.param(*degrees, marks=pytest.mark.nightly)
-            for degrees in ((4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1), (4, 4, 4))
-        ),
+        pytest.param(*degrees, marks=pytest.mark.nightly)
+        for degrees in ((2, 2, 2), (4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1), (4, 4, 4))
     ],
 )
 def test_more_ranks(world: int, context: int, experts: int, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ EXPERT_SCENES = (
 )
 
 
+@pytest.mark.slow
 def test_two_replicas_of_one_rank(tmp_path: Path) -> None:
     play_well(rank_scenarios.make_models(tmp_path), SCENES, 2, replicas=2)
     assert (tmp_path / "shards-1").read_text() == "1"
@@ -87,14 +88,14 @@ def test_gradients_are_added_up_in_bf16(world: int, degrees: dict[str, int], tmp
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_transformers_has_replicas_too(tmp_path: Path) -> None:
     tiny_family(tmp_path / rank_scenarios.THROUGH, "glm4_moe")
     tiny_family(tmp_path / rank_scenarios.PADDED, "qwen3_5_text")
     play_well(tmp_path, (rank_scenarios.of_transformers,), 2, replicas=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_goes_on_with_any_replicas(tmp_path: Path) -> None:
     play_well(
         rank_scenarios.make_models(tmp_path), (rank_scenarios.leave_checkpoint,), 4, replicas=2, expert_parallel=2
