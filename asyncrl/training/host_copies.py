@@ -16,13 +16,13 @@ def on_host(tensor: Tensor) -> Tensor:
     """A copy, by the current stream; done when this returns."""
     if tensor.device.type != "cuda":
         return tensor.detach().to("cpu", copy=True)
-    found = torch.empty(tensor.shape, dtype=tensor.dtype)
-    source, target = tensor.detach().reshape(-1), found.view(-1)
-    stage = torch.empty(min(source.numel(), STAGE_BYTES // tensor.itemsize), dtype=tensor.dtype, pin_memory=True)
+    found, count = torch.empty(tensor.shape, dtype=tensor.dtype), STAGE_BYTES // tensor.itemsize
+    stage = torch.empty(min(tensor.numel(), count), dtype=tensor.dtype, pin_memory=True)
     stream = torch.cuda.current_stream(tensor.device)
-    for begin in range(0, source.numel(), max(len(stage), 1)):
-        piece = source[begin : begin + len(stage)]
-        stage[: len(piece)].copy_(piece, non_blocking=True)
+    pieces = tensor.detach().reshape(-1).split(count), found.view(-1).split(count)
+    for source, target in zip(*pieces, strict=True):
+        staged = stage[: len(source)]
+        staged.copy_(source, non_blocking=True)
         stream.synchronize()
-        target[begin : begin + len(piece)] = stage[: len(piece)]
+        target.copy_(staged)
     return found

@@ -105,7 +105,7 @@ class Learner:
         if in_halves:
             self.fill(model_path)
         self._choose_packing()
-        self._try_to_compile()
+        self._execution = self._execution._replace(their_layers=self._compiles_their_layers())
         self.outgoing = Export(self.model, self.ranks, adapted=adapts, master=self._master)
         self._routes = replayed_shape(run, self.model_config)
         self._policy = PolicyForward(self.model, run, self._execution, RouteShape.of(self.model_config))
@@ -175,14 +175,15 @@ class Learner:
             name = self.model_config.architecture
             log.log(logging.WARNING if why_not else logging.INFO, "%s through transformers, samples %s", name, rows)
 
-    def _try_to_compile(self) -> None:
-        """Not every family's code can be compiled. With several ranks none is tried: one that failed alone would leave
-        the others waiting for its part of the weights."""
-        if self._settings.compile != "auto" or not self._execution.compiled or self.ranks.world > 1:
-            return
+    def _compiles_their_layers(self) -> bool:
+        """Not every family's code can be compiled, which is tried unless it is asked for. With several ranks none is
+        tried: one that failed alone would leave the others waiting for its part of the weights."""
+        if self._settings.compile == "on" or not self._execution.compiled or self.ranks.world > 1:
+            return self._settings.compile == "on"
         if why_not := self.model.try_to_compile(narrow=self._settings.dtype == "bf16"):
             name = self.model_config.architecture
             log.warning("layers of %s cannot be compiled, which makes training slower: %s", name, why_not)
+        return not why_not
 
     def _choose_execution(self) -> Execution:
         card = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
@@ -191,7 +192,7 @@ class Learner:
         flash = uses_flash(self.device, self._settings.dtype == "bf16") and whole
         fused = compile and flash and max(self.ranks.contexts) == 1
         again = memory.recomputed_layers(self._run, self.model_config, card, compiled=fused)
-        return Execution(again, compile, flash, their_layers=self._settings.compile == "on")
+        return Execution(again, compile, flash)
 
     def _reset(self) -> None:
         self._samples = self._tokens = 0

@@ -68,9 +68,20 @@ def _close(one: Learner, all_of_it: Learner, tolerance: float) -> None:
     all_of_it.ranks.combine(all_of_it.model.parameters())
     names = [name for name, parameter in one.model.named_parameters() if parameter.requires_grad]
     for name, mine, theirs in zip(names, gradients_of(one), gradients_of(all_of_it), strict=True):
-        whole = all_of_it.ranks.whole(theirs) * all_of_it.ranks.world
-        apart = float((whole - mine).abs().max()) / float(mine.abs().max())
+        apart = _apart(mine, all_of_it.ranks.whole(theirs) * all_of_it.ranks.world)
         assert apart <= tolerance, f"{name}: {apart:.2g} apart, {tolerance:.2g} allowed"
+
+
+def _rounded(folder: Path, run: Run, groups: list[Group], one: Learner) -> float:
+    """Half as much again as bf16 moves one rank's own gradients where it takes other batches; 2 % at least."""
+    other = Learner(folder / EXPERTS, msgspec.structs.replace(run, trainer=Trainer(dtype="bf16", token_budget=60)))
+    other.accumulate(groups)
+    return max(0.02, 1.5 * max(_apart(*both) for both in zip(gradients_of(one), gradients_of(other), strict=True)))
+
+
+def _apart(mine: Tensor, other: Tensor) -> float:
+    """By the largest of them."""
+    return float((other - mine).abs().max()) / float(mine.abs().max())
 
 
 def gradients(ranks: Ranks, folder: Path) -> None:
@@ -199,7 +210,7 @@ def expert_gradients(ranks: Ranks, folder: Path) -> None:
         for learner in (one, several):
             learner.accumulate(groups[:2])
             learner.accumulate(groups[2:])
-        _close(one, several, 0.03 if run is bf16 else _exact(one))  # a router has small gradients of large ones
+        _close(one, several, _rounded(folder, run, groups, one) if run is bf16 else _exact(one))
 
 
 def expert_steps(ranks: Ranks, folder: Path) -> None:
